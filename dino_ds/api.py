@@ -69,11 +69,11 @@ class Run:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.path}/metrics.jsonl has a damaged line ({one_line(error)}): remove it") from None
 
-    def load(self, device: str = "cpu", weights: str = "newest") -> Backbone:
-        """Load the teacher as `dino_ds.load` does: newest, best or step_N. Raises CheckpointError if there is none."""
+    def load(self, device: str = "cpu") -> Backbone:
+        """Load the newest teacher as `dino_ds.load` does. Raises CheckpointError if there is none."""
         from dino_ds.weights.load import load
 
-        return load(self.path, device=device, weights=weights)
+        return load(self.path, device=device)
 
     def report(self) -> Path:
         """Write the run's page, as `dino_ds.report` does."""

@@ -12,20 +12,23 @@ MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugg
 BEST_TEACHER = "best_teacher.safetensors"
 """The file in a run folder with the teacher that was the best by one metric."""
 _MOST_QUOTED = 100
+_LEAST_LIKENESS = 0.7
+"""Least likeness, 0 to 1, of a name that is suggested for a mistyped one."""
 MOST_PROBLEMS = 100
 """Most problems reported for one file: finding the nearest names for more takes too long, and nobody reads them."""
 
 
 @functools.cache
 def words_elsewhere(section: str) -> dict[str, str]:
-    """Each word of a section of elsewhere.yaml -> its answer; the key of one command's option is "COMMAND OPTION"."""
+    """Each word of a section of elsewhere.yaml -> its answer; the key of a command's own option is "COMMAND OPTION"."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built in
     content = yaml.load(Path(__file__).with_name("elsewhere.yaml").read_text(encoding="utf-8"), loader)
     return {
-        f"{entry['command']} {word}" if "command" in entry else word: entry["answer"]
+        f"{command} {word}".strip(): entry["answer"]
         for entry in content[section]
+        for command in entry.get("command", "").split(", ")
         for word in entry["words"].split()
     }
 
@@ -54,35 +57,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def suggestion(near: list[str]) -> str:
-    return f" Did you mean {_listed(near)}?" if near else ""
+    """The words " Did you mean a, b or c?" for the names in `near`, or "" for none."""
+    return f" Did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?" if near else ""
 
 
-def _listed(words: list[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, slack: float = 0.08) -> list[str]:
-    """At most `count` of `known`, the nearest first: likeness >= `cutoff` and within `slack` of the best.
-
-    Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`; three or more letters
-    that begin a known name are near it, so that `run` finds `run_dir`.
-    """
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The names of `known` that are most like `name`, three at most; dotted names count by their last part too."""
     if len(name) > _MOST_QUOTED:
         return []  # a word of thousands of letters is no slip, and takes seconds to compare
-    scores = {other: _likeness(name, other) for other in known}
-    best = max(scores.values(), default=0.0)
-    ranked = sorted(scores, key=lambda other: -scores[other])
-    return [other for other in ranked if scores[other] >= max(cutoff, best - slack)][:count]
-
-
-def _likeness(name: str, other: str) -> float:
-    def ratio(a: str, b: str) -> float:
-        return difflib.SequenceMatcher(None, a.lower().replace("-", "_"), b.lower()).ratio()
-
-    leaf = other.rsplit(".", 1)[-1]
-    begins = len(name) > 2 and (other.startswith(name) or leaf.startswith(name))
-    by_leaf = ratio(name.rsplit(".", 1)[-1], leaf)
-    return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0, 0.8 if begins else 0.0)
+    words, leaf = name.lower().replace("-", "_"), name.rpartition(".")[2].lower().replace("-", "_")
+    scores = {
+        other: max(
+            difflib.SequenceMatcher(None, words, other.lower()).ratio(),
+            0.95 * difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2].lower()).ratio(),
+        )
+        for other in known
+    }
+    least = max(_LEAST_LIKENESS, max(scores.values(), default=0.0) - 0.08)
+    return sorted((other for other, score in scores.items() if score >= least), key=lambda other: -scores[other])[:3]
 
 
 def missing_file(path: str, endings: tuple[str, ...]) -> str:
@@ -90,15 +82,11 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
     folder = Path(path).parent
     if not folder.is_dir():
         return f"{path} does not exist: there is no folder {folder}."
-    beside = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
-    stems = {name.rsplit(".", 1)[0]: name for name in beside}
-    match = sorted((stem for stem in stems if stem.startswith(Path(path).stem)), key=len)[:3]
-    match = match or difflib.get_close_matches(Path(path).stem, stems, 1, 0.4)
-    if match:
-        files = [str(folder / stems[stem]) for stem in match]
-        return f"{path} does not exist. Did you mean {_listed(files)}?"
-    there = f"has {', '.join(beside[:8])}" if beside else f"has no {' or '.join(endings)} file"
-    return f"{path} does not exist: {folder.absolute()} {there}."
+    beside = {file.stem: file for file in sorted(folder.iterdir()) if file.name.endswith(endings)}
+    if near := nearest(Path(path).stem, beside):
+        return f"{path} does not exist.{suggestion([str(beside[stem]) for stem in near])}"
+    there = ", ".join(file.name for file in [*beside.values()][:8]) or f"no {' or '.join(endings)} file"
+    return f"{path} does not exist: {folder.absolute()} has {there}."
 
 
 def sidecar_of(weights: Path) -> Path:

@@ -48,14 +48,6 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def read_step(path: str | Path) -> int:
-    """The "step" of the JSON object in a file. Raises OSError, and ValueError if it is missing or impossible."""
-    step = read_object(path).get("step")
-    if type(step) is not int or not 0 <= step < 10**12:
-        raise ValueError("it does not say the step")
-    return step
-
-
 def read_lines(path: str | Path) -> Iterator[bytes]:
     """Yield the lines of a regular file, each cut after 1 MiB. Raises OSError; ConfigError for a pipe or over 4 GiB."""
     try:

@@ -1,37 +1,32 @@
-"""Restores what a run changes in a Python program: environment, sys.path, torch's settings and random generators."""
+"""Restores what a run changes in a Python program: environment, random generators, torch's settings, process group."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dino_ds.cli.preflight import adopt_ranks, forget_empty_ranks
+from dino_ds.cli.preflight import adopt_ranks
 from dino_ds.errors import ConfigError
 
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """Make this process train alone, and restore its environment, sys.path, sys.excepthook and DeepSpeed's logger
-    afterwards. Raises ConfigError in one of several processes that a launcher has started."""
-    before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
-    hook, path = sys.excepthook, sys.path[:]
-    logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
+    """Make this process train alone, and restore its environment and sys.path afterwards. Raises ConfigError in one of
+    several processes that a launcher has started."""
+    before, path = dict(os.environ), sys.path[:]
     try:
-        forget_empty_ranks(os.environ)
         adopt_ranks(os.environ)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 "this process is one of several that a launcher has started: call this in one process, or give the "
                 "launcher the command in place of this program"
             )
         yield
     finally:
-        sys.excepthook, sys.path[:] = hook, path
-        logger.level, logger.propagate, logger.handlers[:], logger.filters[:] = logged
+        sys.path[:] = path
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
@@ -41,7 +36,7 @@ def as_it_was() -> Iterator[None]:
 def torch_as_it_was() -> Iterator[None]:
     """Also restore torch's settings and random generators, and leave a process group that was joined meanwhile.
 
-    Inside, gradients, autocast, and the default dtype and device are as in the process of a command.
+    Inside, gradients, autocast and the default dtype are as in the process of a command.
     """
     import torch
     import torch.distributed as dist
@@ -49,12 +44,9 @@ def torch_as_it_was() -> Iterator[None]:
     from dino_ds.engine.device import release_memory
     from dino_ds.engine.process import leave
 
-    cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
-    joined, threads = dist.is_initialized(), torch.get_num_threads()
-    convolutions, attention = (cudnn.benchmark, cudnn.allow_tf32), torch.backends.cuda.cudnn_sdp_enabled()
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    cuda, joined, threads = torch.cuda.is_initialized(), dist.is_initialized(), torch.get_num_threads()
+    dtype, tf32 = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # a run's peak begins at the memory in use, not the last peak
     with (
@@ -67,24 +59,18 @@ def torch_as_it_was() -> Iterator[None]:
     ):
         try:
             torch.set_default_dtype(torch.float32)
-            if device.type != "cpu":
-                torch.set_default_device(None)
             yield
         except BaseException as error:
             _clear_frames(error)
             raise
         finally:
             torch.set_default_dtype(dtype)
-            if device.type != "cpu":
-                torch.set_default_device(device)
             if not joined:
                 leave()
             release_memory()
             torch.set_num_threads(threads)
-            cudnn.benchmark, cudnn.allow_tf32 = convolutions
-            torch.backends.cuda.enable_cudnn_sdp(attention)
+            torch.backends.cudnn.allow_tf32 = tf32
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
-            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _clear_frames(error: BaseException | None) -> None:

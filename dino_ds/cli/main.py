@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.basics.names import did_you_mean, words_elsewhere
-from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_start, check_torchvision, forget_empty_ranks
-from dino_ds.config.chosen_weights import check_model_path
+from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
+from dino_ds.cli.preflight import adopt_ranks, check_start, check_torchvision
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given
+from dino_ds.config.stages import Given, check_model_path
 from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import (
     INTERRUPTED,
@@ -54,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits with a code of `dino_ds.errors.EXIT_CODES`, after one line that says why."""
     words, run_dir = drop_local_rank(sys.argv[1:] if argv is None else argv), None
     debug = any(word in ("--debug", "--debug=true") for word in words)
-    forget_empty_ranks(os.environ)
     try:
         if not words or {"-h", "--help"} & set(words) or words[0] == "help":
             asked = words[1:] if words[:1] == ["help"] else words
@@ -94,13 +92,9 @@ def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
     if is_out_of_memory(error):
         _say_error(_memory_text(error), said_by_me=True)
         return OutOfMemory.exit_code
-    if isinstance(error, PermissionError) and error.filename:
-        path = os.fsdecode(error.filename)
-        _say_error(f"{path}: permission denied; name another place, or have it opened to you", True, debug=debug)
-        return ConfigError.exit_code
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) and error.filename:
         path = one_line(os.fsdecode(error.filename), 60)
-        _say_error(f"{path} is too long for a name of a file: name a place that there is", debug=debug)
+        _say_error(f"{path}: {(error.strerror or 'denied').lower()}; name another place", True, debug=debug)
         return ConfigError.exit_code
     _say_bug(error, run_dir, debug)
     return 1
@@ -135,7 +129,6 @@ def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     if command is TRAIN:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
-        check_hostfile()
     options, files = read(command, flags)
     if isinstance(model := getattr(options, "model", None), str):
         check_model_path(model)
@@ -175,15 +168,9 @@ def _say_notes(notes: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    if words[0].startswith("-"):
-        return "no command is given: dino-ds train, for example; dino-ds --help lists all"
-    answers, group = words_elsewhere("commands"), [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    if group:
-        typed = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
-        near = f"there is {', '.join(group)}.{did_you_mean(typed, group)}"
-        return f"{typed!r} is not a command: {answers.get(typed, near)}"
+    answers, first = words_elsewhere("commands"), " ".join(words[:2])
     near = f"dino-ds --help lists them.{did_you_mean(words[0], COMMANDS)}"
-    return f"{words[0]!r} is not a command: {answers.get(words[0]) or near}"
+    return f"{as_written(words[0])} is not a command: {answers.get(first) or answers.get(words[0]) or near}"
 
 
 def check_software(command: Command, options: Any) -> None:

@@ -1,12 +1,9 @@
-"""Checks before the slow imports: launchers, hostfile, torchvision, and what is clearly wrong with a start."""
+"""Checks before the slow imports: launchers, torchvision, and what is clearly wrong with a start."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.health.lock import RunLock
-from dino_ds.launching.plan import read_hostfile
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together
 
@@ -27,13 +23,6 @@ _RANK_VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-
-
-def forget_empty_ranks(environment: MutableMapping[str, str]) -> None:
-    """Remove variables of ranks that are empty strings, as a shell script may leave them: they count as unset."""
-    for name in (*_OURS, *itertools.chain.from_iterable(_RANK_VARIABLES.values())):
-        if environment.get(name) == "":
-            del environment[name]
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
@@ -56,32 +45,6 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
             if launchers in environment:
                 environment[ours] = environment[launchers].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
         return
-
-
-def check_hostfile() -> None:
-    """Raises ConfigError if the hostfile that DeepSpeed's launcher was given is missing or has a wrong line.
-
-    Without the file the launcher, an ancestor of this process, only warns and trains on this machine alone.
-    """
-    import psutil
-
-    try:
-        ancestors = psutil.Process().parents()
-    except psutil.Error:
-        return
-    for process in ancestors:
-        try:
-            hostfile = hostfile_of(process.cmdline())
-            folder = process.cwd() if hostfile else ""
-        except psutil.Error:
-            continue
-        if hostfile and not Path(folder, hostfile).is_file():
-            raise ConfigError(
-                f"hostfile {hostfile} does not exist: deepspeed would train on this machine alone. "
-                "Give the right --hostfile, or none to train here"
-            )
-        if hostfile:
-            read_hostfile(Path(folder, hostfile))
 
 
 def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
@@ -119,26 +82,6 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
             check_root(other, key)
 
 
-def hostfile_of(command: Sequence[str]) -> str | None:
-    """The --hostfile in a command line of DeepSpeed's launcher; None without one, or for another program."""
-    start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
-    if start is None:
-        return None
-    # Options after the script are ours.
-    words = itertools.takewhile(lambda word: not word.endswith(".py"), command[start:])
-    parser = argparse.ArgumentParser(add_help=False)  # accepts abbreviated long options, as DeepSpeed's does
-    parser.add_argument("-H", "--hostfile")
-    return parser.parse_known_args(list(words))[0].hostfile
-
-
-def _is_launcher(word: str) -> bool:
-    return (
-        Path(word).name in ("deepspeed", "ds", "deepspeed.pt")
-        or word == "deepspeed.launcher.runner"
-        or word.endswith(os.path.join("deepspeed", "launcher", "runner.py"))
-    )
-
-
 def check_torchvision() -> None:
     """Raises ConfigError if torchvision was built for another torch, which would be a cryptic error when it loads, or
     if an import of one of the two was interrupted in this process."""
@@ -149,13 +92,6 @@ def check_torchvision() -> None:
         raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
     except (RuntimeError, ImportError, OSError) as error:
         raise ConfigError(
-            f"torch {_version('torch')} with torchvision {_version('torchvision')} does not load "
-            f"({' '.join(str(error).split())[:120]}): install builds that match, both from the same index"
+            f"torch and torchvision do not load together ({' '.join(str(error).split())[:160]}): install builds that "
+            "match, both from the same index"
         ) from None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(unknown version)"

@@ -14,7 +14,7 @@ from typing import Any
 
 import hjson
 
-from dino_ds.basics.names import did_you_mean, missing_file, nearest, words_elsewhere
+from dino_ds.basics.names import did_you_mean, words_elsewhere
 from dino_ds.basics.text_file import is_file, read_text
 from dino_ds.config.ds_check import override, problems_of
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions, offloads_optimizer, offloads_weights
@@ -33,22 +33,16 @@ _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 
 def find_ds_config(path: str) -> str:
     """`path` as given, or the shipped file [ds_configs/]NAME[.json]. Raises ConfigError with the nearest file name."""
-    if path.endswith((".yaml", ".yml")):
-        raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
     if is_file(path):
         return path
-    wanted = [path] if path.endswith((".json", ".hjson")) else [path, f"{path}.json"]
+    names = [path] if path.endswith((".json", ".hjson")) else [path, f"{path}.json"]
     folders = [_SHIPPED, _SHIPPED / "ds_configs", _SHIPPED / "ds_configs" / "tiers"]
-    for shipped in (folder / name for name in wanted for folder in folders):
+    for shipped in (folder / name for name in names for folder in folders):
         if is_file(str(shipped)):
             return str(shipped)
-    if Path(path).name == path and not nearest(path, [file.name for file in Path().glob("*json")], cutoff=0.7):
-        names = sorted(file.stem for file in (_SHIPPED / "ds_configs").glob("*.json"))
-        near = did_you_mean(path.removesuffix(".json"), names)
-        raise ConfigError(f"--ds_config {path} is neither a file nor a shipped one: there is {', '.join(names)}.{near}")
-    is_shipped = not Path(path).parent.is_dir() and (_SHIPPED / path).parent.is_dir()
-    problem = missing_file(str(_SHIPPED / path if is_shipped else path), (".json", ".hjson"))
-    raise ConfigError(problem.replace(f"{_SHIPPED}/", ""))  # as it was typed: found from any folder
+    shipped_names = sorted(file.stem for file in (_SHIPPED / "ds_configs").glob("*.json"))
+    near = did_you_mean(Path(path).stem, shipped_names)
+    raise ConfigError(f"{path} is neither a file nor a shipped ds JSON: there is {', '.join(shipped_names)}.{near}")
 
 
 def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +105,6 @@ def resolve_ds_config(
     stage = int(raw["zero_optimization"]["stage"])
     _fill_zero(raw, parameters, world_size)
     notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
-    if not raw.get("comms_logger", {}).get("enabled", True):
-        del raw["comms_logger"]  # its mere presence turns it on
     return DsConfig(
         raw=raw,
         micro_batch=micro,
@@ -165,7 +157,11 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
         known, product = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
     else:
         if micro * accumulation * world_size != global_batch:
-            raise _disagreement(micro, accumulation, path, global_batch, world_size)
+            product = micro * accumulation * world_size
+            raise ConfigError(
+                f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks "
+                f'{world_size} = {product}; set --data.global_batch {product}, or one of the two to "auto" in {path}'
+            )
         return micro, accumulation
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
@@ -173,19 +169,6 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
         raise ConfigError(f"global batch {global_batch} is not a multiple of {product} = {known}; set {choices}")
     quotient = global_batch // known
     return (quotient, accumulation) if micro == "auto" else (micro, quotient)
-
-
-def _disagreement(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> ConfigError:
-    product = micro * accumulation * world_size
-    cures = [f"--data.global_batch {product}"]
-    if global_batch % (micro * world_size) == 0:
-        cures.insert(0, f"gradient_accumulation_steps to {global_batch // (micro * world_size)} in {path}")
-    elif global_batch % (accumulation * world_size) == 0:
-        cures.insert(0, f"train_micro_batch_size_per_gpu to {global_batch // (accumulation * world_size)} in {path}")
-    return ConfigError(
-        f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks {world_size} "
-        f"= {product}; set {' or '.join(cures)}"
-    )
 
 
 def _checkpointed_blocks(raw: dict[str, Any]) -> int | str:

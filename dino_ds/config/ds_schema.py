@@ -1,7 +1,7 @@
-"""Declares every key of a ds JSON: DeepSpeed 0.19 silently ignores most unknown keys.
+"""Declares the keys of a ds JSON: DeepSpeed 0.19 silently ignores most unknown keys.
 
-Only keys that have an effect in dino_ds are allowed. `stages` are the ZeRO stages at which a key acts, if not all of
-them. No torch and no DeepSpeed here.
+Only keys that have an effect in dino_ds are allowed. The content of `PASSED` is left to DeepSpeed's own checks.
+`stages` are the ZeRO stages at which a key acts, if not all of them. No torch and no DeepSpeed here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ def _whole(value: object) -> object:
 _SHARDED, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _Auto = Literal["auto"]
 _Text = Annotated[str, Strict()]
-_Texts = list[_Text]
 _From0 = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
 _From1 = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole)]
 _Number0 = Annotated[float, Strict(), Field(ge=0)]
@@ -38,13 +37,12 @@ class Fp16(Section):
     initial_scale_power: _From0 = option(None, "the dynamic scale starts at 2 to this power")
     loss_scale_window: _From1 = option(None, "good steps before the scale doubles")
     hysteresis: _From1 = option(None, "overflows before the scale is halved")
-    consecutive_hysteresis: Bool = option(None, "refill the hysteresis at every good step")
     min_loss_scale: _From1 = option(None, "smallest dynamic scale")
 
 
 class Bf16(Section):
     enabled: Bool = option(..., "train in bf16")
-    check_grad_overflow: Bool = option(None, "must be true: skip steps whose gradient is not finite")
+    check_grad_overflow: Literal[True] = option(None, "skip steps whose gradient is not finite, as always")
 
 
 class Offload(Section):
@@ -52,43 +50,23 @@ class Offload(Section):
     pin_memory: Bool = option(None, "page-locked host memory")
 
 
-class LeafModule(Section):
-    classes: _Texts = option(None, "class names")
-    names: _Texts = option(None, "module names")
-    name_suffixes: _Texts = option(None, "ends of module names")
-
-
 class Zero(Section):
     stage: _Stage = option(..., "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters")
     contiguous_gradients: Bool = option(None, "copy gradients into one buffer", stages=_SHARDED)
-    reduce_scatter: Bool = option(None, "reduce-scatter instead of all-reduce", stages=_SHARDED)
     reduce_bucket_size: _From1 | _Auto = option(
         None, "elements reduced at once; auto = all, up to 5e7", stages=_SHARDED
     )
-    allgather_partitions: Bool = option(None, "all-gather instead of broadcasts", stages=_12)
     allgather_bucket_size: _From1 | _Auto = option(None, "elements gathered at once; auto = all, up to 5e7", stages=_12)
-    use_multi_rank_bucket_allreduce: Bool = option(None, "one all-reduce for the buckets of all ranks", stages=_12)
     overlap_comm: Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_SHARDED)
-    round_robin_gradients: Bool = option(None, "spread gradient copies over the ranks (offload)", stages=_12)
-    parameter_alignment: Bool = option(None, "align parameters in the flat buffer", stages=_12)
-    ignore_unused_parameters: Bool = option(None, "accept parameters without a gradient", stages=(2,))
     offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_SHARDED)
     offload_param: Offload = option(None, "parameters on the host", stages=_3)
-    sub_group_size: _From1 = option(None, "elements the optimizer treats at a time", stages=_3)
     stage3_prefetch_bucket_size: _From0 | _Auto = option(None, "elements fetched ahead", stages=_3)
     stage3_param_persistence_threshold: _From0 | _Auto = option(None, "smaller ones stay whole", stages=_3)
-    stage3_model_persistence_threshold: _From0 = option(None, "most elements that stay whole", stages=_3)
     stage3_max_live_parameters: _From0 = option(None, "elements gathered at once, at most", stages=_3)
     stage3_max_reuse_distance: _From0 = option(None, "keep what is used again within so many elements", stages=_3)
-    stage3_module_granularity_threshold: _From0 = option(None, "gather smaller modules whole", stages=_3)
-    stage3_use_all_reduce_for_fetch_params: Bool = option(None, "fetch with all-reduce", stages=_3)
-    stage3_allgather_sequential: Bool = option(None, "gather parameters one by one", stages=_3)
     zero_hpz_partition_size: _From1 = option(None, "ZeRO++: ranks that share a second copy of the shards", stages=_3)
     zero_quantized_weights: Bool = option(None, "ZeRO++: gather int8 weights (CUDA; not exact)", stages=_3)
     zero_quantized_gradients: Bool = option(None, "ZeRO++: reduce int4 gradients (not exact)", stages=_3)
-    log_trace_cache_warnings: Bool = option(None, "say when the trace of parameters changes", stages=_3)
-    enable_sanity_checks: Bool = option(None, "check the order of parameters over ranks", stages=_3)
-    leaf_module: LeafModule = option(None, "modules whose parameters are gathered together", stages=_3)
 
 
 class DataTypes(Section):
@@ -97,24 +75,6 @@ class DataTypes(Section):
 
 class ActivationCheckpointing(Section):
     number_checkpoints: _From0 | _Auto = option(None, "how many blocks are recomputed; auto or absent = all")
-
-
-class CommsLogger(Section):
-    enabled: Bool = option(..., "log collectives")
-    prof_all: Bool = option(None, "all of them")
-    prof_ops: _Texts = option(None, "or these")
-    verbose: Bool = option(None, "log each call")
-    debug: Bool = option(None, "with the caller's name")
-
-
-class FlopsProfiler(Section):
-    enabled: Bool = option(..., "profile one step")
-    recompute_fwd_factor: _Number0 = option(None, "part of the forward that is recomputed")
-    profile_step: _From1 = option(None, "which step")
-    module_depth: Annotated[int, Strict(), Field(ge=-1)] = option(None, "depth of the table, -1 = all")
-    top_modules: _From1 = option(None, "modules listed")
-    detailed: Bool = option(None, "the whole model")
-    output_file: _Text = option(None, "file of the table")
 
 
 class Wandb(Section):
@@ -136,8 +96,6 @@ class DsJson(Section):
     communication_data_type: _Dtype = option(None, "dtype of gradients on the wire")
     wall_clock_breakdown: Bool = option(None, "log times of forward, backward and step")
     steps_per_print: _From1 = option(None, "steps between DeepSpeed's own progress lines")
-    dump_state: Bool = option(None, "print DeepSpeed's state after initialization")
-    zero_allow_untested_optimizer: Bool = option(None, "accepted, and true: dino_ds has tested its optimizers")
     zero_force_ds_cpu_optimizer: Bool = option(None, "false with offload: dino_ds gives an optimizer of torch's")
     fp16: Fp16 = option(None, "fp16 with loss scaling")
     bf16: Bf16 = option(None, "bf16 with FP32 masters")
@@ -146,8 +104,6 @@ class DsJson(Section):
     activation_checkpointing: ActivationCheckpointing = option(
         None, "recompute blocks in the backward pass (by dino_ds)"
     )
-    comms_logger: CommsLogger = option(None, "log collectives")
-    flops_profiler: FlopsProfiler = option(None, "DeepSpeed's profile of one step")
     wandb: Wandb = option(None, "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)")
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")
 
@@ -156,10 +112,23 @@ KEYS = options_of(DsJson)
 """Every allowed key by its dotted name."""
 SECTIONS = ("", *dict.fromkeys(name[:i] for name in KEYS for i, letter in enumerate(name) if letter == "."))
 """Dotted names of the sections; "" is the top level."""
-STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger", "dino_ds")
-"""Sections whose unknown keys make DeepSpeed stop; in all others it ignores them."""
+PASSED = (
+    "comms_logger", "dump_state", "flops_profiler", "zero_allow_untested_optimizer", "fp16.consecutive_hysteresis",
+    *(f"zero_optimization.{key}" for key in (
+        "allgather_partitions", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
+        "log_trace_cache_warnings", "parameter_alignment", "reduce_scatter", "round_robin_gradients",
+        "stage3_allgather_sequential", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_multi_rank_bucket_allreduce",
+    )),
+)  # fmt: skip
+"""Keys and sections whose content DeepSpeed checks alone; its documentation explains them."""
 
 
 def key_names() -> list[str]:
     """The dotted names of every allowed key and section."""
-    return [*KEYS, *SECTIONS[1:]]
+    return [*KEYS, *SECTIONS[1:], *PASSED]
+
+
+def is_key(name: str) -> bool:
+    """Whether a ds JSON may have the key or section with this dotted name."""
+    return name in key_names() or name.startswith(tuple(f"{section}." for section in PASSED))

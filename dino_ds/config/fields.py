@@ -28,12 +28,11 @@ def option(default: Any, description: str, **facts: Any) -> Any:
 class Section(BaseModel):
     """Settings that belong together: a section of a recipe or of a ds JSON.
 
-    Values such as "crops.mask none" -> the keys or sections that have no effect beside them: `idle` ones are noted,
-    `refused` ones are refused where they are set. "a|b": either value, "!a": any other one; with commas: all of them.
+    refused: values such as "crops.mask none" -> the keys or sections that have no effect beside them, and are refused
+    where they are set. "a|b": either value, "!a": any other one; with commas: all of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    idle: ClassVar[dict[str, str]] = {}
     refused: ClassVar[dict[str, str]] = {}
 
 

@@ -5,7 +5,7 @@ No torch here: help and checks must start at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted, words_elsewhere
+from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, unquoted, words_elsewhere
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
@@ -23,7 +23,6 @@ from dino_ds.config.schema import (
     IdleKey,
     Option,
     flatten,
-    idle_keys,
     options_of,
     problem_lines,
 )
@@ -32,8 +31,6 @@ from dino_ds.errors import ConfigError
 _RUN_BEFORE = "recipe"
 """The origin of values that come from the recipe that `change_recipe` changes."""
 _UNSET: tuple[Any, ...] = (None, {}, "{}")
-_FAR, _SURE = 0.75, 0.85
-"""Least similarity of a suggestion, and of a name that only other projects use."""
 
 
 @dataclass
@@ -66,13 +63,13 @@ class _Settings:
         causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
         lines = [line for cause in causes for line in getattr(cause, "args", ())]
         keys = [line for line in lines if isinstance(line, IdleKey) and line.key in self.values]
-        idle = [line for line in keys if not self.is_users(line.key)]
+        idle = [line for line in keys if not self._is_users(line.key)]
         for line in idle:
             del self.values[line.key]
             self.notes.append(f"left out of the recipe: {line.why}")
         return bool(idle)
 
-    def is_users(self, key: str) -> bool:
+    def _is_users(self, key: str) -> bool:
         """Whether the command line or a file of the user's sets `key`, not a shipped recipe or the run before."""
         _, origin = self.values.get(key, (None, _RUN_BEFORE))
         return origin != _RUN_BEFORE and Path(origin).parent != RECIPES
@@ -80,7 +77,8 @@ class _Settings:
     def refuse(self, name: str, where: str) -> None:
         """Note the problem that `name` is no key; `where`: the beginning of its line."""
         if len(self.problems) < MOST_PROBLEMS:
-            self.problems.append(f"{where}{name}: {unknown_key(name)}")
+            answer = f": {word}" if (word := key_elsewhere(name)) else f".{did_you_mean(name, options_of(Recipe))}"
+            self.problems.append(f"{where}{name}: not a recipe key{answer}")
             self.invalid.add(name.split(".")[0])
 
 
@@ -88,13 +86,13 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
     """Load the recipe `config` with `overrides` (dotted key -> text, or a Python value).
 
     config: a shipped name, a YAML path, several of these with commas between them, of which later ones replace keys of
-    earlier ones, or None for the defaults. `notes` gets a line for each value that is left out, and for each key
-    without effect that the user has set. Raises ConfigError with one line per problem.
+    earlier ones, or None for the defaults. `notes` gets a line for each value that is left out. Raises ConfigError with
+    one line per problem.
     """
     settings = _collect(config, overrides)
     recipe = _validate(settings)
     if notes is not None:
-        notes += [*settings.notes, *(line.why for line in idle_keys(recipe, "idle") if settings.is_users(line.key))]
+        notes += settings.notes
     return recipe
 
 
@@ -170,39 +168,20 @@ def _read_overrides(overrides: Mapping[str, Any], settings: _Settings) -> Iterat
             yield name, None if is_none_word and options[name].takes_none else value
 
 
-def unknown_key(name: str) -> str:
-    """The message for a name that is not a key of the recipe: where it belongs, or the nearest names."""
+def key_elsewhere(name: str) -> str | None:
+    """The sentence for a name that is not a key of the recipe, but a section or a known word; None for other names."""
     inside = [option for option in options_of(Recipe) if option.startswith(f"{name}.")]
     if inside:
         return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
-    home = ds_home(name)
-    if home:
-        return f"not a recipe key: {home}"
+    leaf = name.rpartition(".")[2]
+    if home := words_elsewhere("ds_keys").get(leaf):
+        return f"it belongs to the ds JSON: {home} (--ds.{home})"
     if fixed := words_elsewhere("fixed_keys").get(name):
-        return f"not a recipe key any more: it is {fixed} in every run; leave it out"
+        return f"it is {fixed} in every run now; leave it out"
     if removed := words_elsewhere("options").get(name if "." in name else ""):
-        return f"not a recipe key: {removed}"
-    return f"not a recipe key.{nearest_knobs(name)}"
-
-
-def ds_home(key: str) -> str | None:
-    """The sentence for a recipe key that belongs to the ds JSON, or None if it does not."""
-    homes = words_elsewhere("ds_keys")
-    for part in (key.rsplit(".", 1)[-1], key.split(".", 1)[0]):
-        home = f"zero_optimization.{part}" if part.startswith("stage3_") else homes.get(part)
-        if home is not None:
-            return f"it belongs to the ds JSON: {home} (--ds.{home})"
-    return None
-
-
-def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
-    """ " Did you mean ...?" with the nearest keys, sections and `more`, also by other projects' names; "" for none."""
-    options = options_of(Recipe)
-    known = [*more, *options, *dict.fromkeys(option.split(".")[0] for option in options if "." in option)]
-    homes = words_elsewhere("recipe_keys")
-    called = {other: home for other, home in homes.items() if home in options and other not in known}
-    others = nearest(name.rsplit(".", 1)[-1], called, count=1, cutoff=_SURE)
-    return suggestion([called[other] for other in others] or nearest(name, known, cutoff=_FAR))
+        return removed
+    home = words_elsewhere("recipe_keys").get(leaf, name)
+    return None if home == name else f"here it is {home}"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -227,7 +206,7 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Setting
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, settings)
         elif fixed := words_elsewhere("fixed_keys").get(name):
-            if str(value) != fixed:
+            if unquoted(value) != fixed:
                 settings.notes.append(f"{name} {unquoted(value)} is left out: it is {fixed} in every run")
         else:
             settings.refuse(name, f"{path}: ")

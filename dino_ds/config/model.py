@@ -94,11 +94,9 @@ class ModelSection(Section):
         "linear", "drop_path of earlier blocks: from 0, or the same (DINOv2)"
     )
     local_cls_norm: bool | None = option(None, "CLS tokens of local crops have their own norm; none = the backbone's")
-    rope_shift: Positive | None = option(
-        None, "RoPE in training: coordinates (-1 to 1) move up to so far, in each block and step"
+    rope_rescale: AboveOne | None = option(
+        None, "RoPE in training: largest factor by which both axes are scaled, in each block and step (DINOv3: 2)"
     )
-    rope_jitter: AboveOne | None = option(None, "RoPE in training: largest factor by which each axis is scaled")
-    rope_rescale: AboveOne | None = option(None, "RoPE in training: both axes are, alike (DINOv3: 2)")
     stochastic_depth: Literal["per_image", "batched"] = option(
         "per_image", "batched skips an exact part of the crops (faster; depends on the micro-batch)"
     )
@@ -115,7 +113,6 @@ class ModelSection(Section):
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how positions are resized; DINO's released weights need dino"
     )
-    idle: ClassVar = {"model.drop_path 0": "model.drop_path_growth model.stochastic_depth"}
     refused: ClassVar = {
         "model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers",
         "crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm",
@@ -176,7 +173,7 @@ SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale"
 _NOT_OF_ALL = {
     **dict.fromkeys((*SPEC_KEYS, "stochastic_depth", "drop_path_growth"), "ViTs that dino_ds builds"),
     "pos_embed_interpolation": "ViTs with learned positions",
-    **dict.fromkeys(("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale"), "ViTs with rotary positions"),
+    **dict.fromkeys(("local_cls_norm", "rope_rescale"), "ViTs with rotary positions"),
 }
 """For each key that some backbones ignore, the networks that obey it."""
 

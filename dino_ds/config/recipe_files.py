@@ -68,27 +68,22 @@ def _find_base(base: object, path: str) -> str:
 
 def _find(config: str, start: str) -> str:
     """Find the file of one recipe. Raises ConfigError, whose message begins with `start`."""
-    if config.endswith((".json", ".hjson")):
-        raise ConfigError(f"{start}{config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
-    if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
-        raise ConfigError(f"{start}{config} is a run folder: its recipe is {run}")
+    names = recipe_names()
+    if config in names:
+        return str(RECIPES / f"{config}.yaml")
     of_file = "" if start.startswith("--") else start
+    if is_file(run := f"{config}/config.yaml"):
+        raise ConfigError(f"{start}{config} is a run folder: its recipe is {run}")
     if config.endswith((".yaml", ".yml")) or "/" in config:
         if is_file(config):
             return config
         if answer := weights_elsewhere(config):
             raise ConfigError(f"{start}{config} is not a recipe; are weights meant? --model.init_from: {answer}")
         if os.path.isdir(config):
-            images = " (images are given with --data.root)" if start.startswith("--") else ""
-            raise ConfigError(f"{start}{config} is a folder, not a recipe: give a shipped name or a YAML file{images}")
-        near = did_you_mean(Path(config).stem, recipe_names())
-        shipped = f" Shipped recipes go by name alone.{near}" if near else ""
-        raise ConfigError(f"{of_file}{missing_file(config, ('.yaml', '.yml'))}{shipped}")
-    if config not in recipe_names():
-        near = did_you_mean(config, recipe_names())
-        there = "dino-ds train --help lists them" if near else f"there are {', '.join(recipe_names())}"
-        raise ConfigError(f"{of_file}no recipe is named {config!r}: {there}; a file of your own ends in .yaml.{near}")
-    return str(RECIPES / f"{config}.yaml")
+            raise ConfigError(f"{start}{config} is a folder, not a recipe: give a shipped name or a YAML file")
+        raise ConfigError(f"{of_file}{missing_file(config, ('.yaml', '.yml'))}")
+    known = "dino-ds train --help lists them; a file of your own ends in .yaml"
+    raise ConfigError(f"{of_file}no recipe is named {config!r}: {known}.{did_you_mean(config, names)}")
 
 
 def read_yaml(path: str) -> dict[str, Any]:

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_ds.basics.names import BEST_TEACHER, nearest, suggestion
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion
 from dino_ds.config.begun_with import Origin, own_recipe
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import named_values, show_value
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.method.specs.own import TERMS, counted_from
+from dino_ds.models.specs.backbones import BACKBONES
 
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
 """Settings that a stage does not take over from the run's recipe: they say how that run began."""
@@ -140,12 +142,25 @@ def near_run(missing: str | Path) -> str:
     """The words ". Did you mean runs/x?" for run folders with names similar to a missing one's, or ""."""
     path = Path(os.path.expanduser(missing))
     with contextlib.suppress(OSError):
-        while not path.parent.is_dir() and path.parent != path:
-            path = path.parent  # a checkpoint or a file in a run
         runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
         near = [str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name]
         return f".{suggestion(near)}" if near else ""
     return ""
+
+
+def missing_model(model: str) -> CheckpointError:
+    """The error for a missing model, with a hint where to get it, or the nearest name."""
+    near = near_run(model) or f".{did_you_mean(model, BACKBONES)}"
+    return CheckpointError(
+        f"{one_line(model, 300)} does not exist; {weights_elsewhere(model) or f'give {MODEL_FORMS}{near}'}"
+    )
+
+
+def check_model_path(model: str) -> None:
+    """Raises CheckpointError for a path to a missing model in a folder that exists, before torch is loaded."""
+    path = Path(os.path.expanduser(model))
+    if "/" in model and path.parent.is_dir() and not os.path.lexists(path):
+        raise missing_model(model)
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:

@@ -106,7 +106,7 @@ class Best:
         if self.value is None:
             return []
         values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{self._of_start()}"
-        lines = [f"best     step {self.step}: {values} (--weights best)"]
+        lines = [f"best     step {self.step}: {values} (best_teacher.safetensors)"]
         if self.step != kept:
             there = "none" if kept is None else f"that of step {kept}"
             lines.append(f"warning  the best teacher could not be saved: best_teacher.safetensors is {there}")

@@ -27,19 +27,17 @@ from dino_ds.models.logits import tf32
 _PIECE = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
-def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
+def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """The formula of the paper: the mean squared difference of student's and teacher's cosines over all pairs of rows.
 
-    student (matrices, n, d), teacher (matrices, n, d'); drop_negative: cosines below 0 count as 0, on both sides.
+    student (matrices, n, d), teacher (matrices, n, d').
     """
     cosines, wanted = (unit @ unit.mT for unit in (_unit(student), _unit(teacher)))
-    if drop_negative:
-        cosines, wanted = cosines.clamp_min(0), wanted.clamp_min(0)
     return (cosines - wanted).square().mean()
 
 
 class GramTerm(Term):
-    """`gram_loss` of the patches of each image, or with `whole_batch` of all patches of a micro-batch, in tiles. FP32.
+    """`gram_loss` of the patches of each image, in tiles. FP32.
 
     The student's patches are those of its global crops, hidden ones too. Where the schedule's weight is 0 nothing is
     computed, and the loss is 0.
@@ -47,13 +45,11 @@ class GramTerm(Term):
     Args:
         teacher: name of the teacher that gives the patches to compare with.
         seen: group of the teacher's crops, the same image regions in this size or another.
-        drop_negative: see `gram_loss`.
     """
 
-    def __init__(self, teacher: str, seen: str, whole_batch: bool = False, drop_negative: bool = False) -> None:
+    def __init__(self, teacher: str, seen: str) -> None:
         self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of("global")
         self.needs = Needs(student=(self._own,), teachers={teacher: (self._seen,)})
-        self.whole_batch, self.drop_negative = whole_batch, drop_negative
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
         """The teacher's patches (images, n, d) of each micro-batch, on its own grid; None while the weight is 0."""
@@ -68,24 +64,22 @@ class GramTerm(Term):
             if targets is None:  # every parameter must have a gradient: ZeRO 3 would repeat an old one
                 return Measured(0.0 * features.float().sum(), {})
             wanted = resized_patches(targets, features.shape[1])
-            if self.whole_batch:
-                features, wanted = features.flatten(0, 1)[None], wanted.flatten(0, 1)[None]
-            return Measured(tiled_gram_loss(features, wanted, self.drop_negative), {})
+            return Measured(tiled_gram_loss(features, wanted), {})
 
 
 def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
     """The term that a spec describes."""
     groups = (group.name for group in parts.recipe.groups if GRAM in group.teachers)
-    return GramTerm(spec.teacher, next(groups, GLOBAL), spec.whole_batch, spec.drop_negative)
+    return GramTerm(spec.teacher, next(groups, GLOBAL))
 
 
-def tiled_gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
+def tiled_gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """`gram_loss`, computing in the same pass its gradient, which only the student has.
 
     At most `_PIECE` bytes of a matrix of cosines are in memory at once.
     """
     low = student.dtype != torch.float32
-    loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), drop_negative, low)
+    loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), low)
     return loss
 
 
@@ -98,7 +92,7 @@ class _GramLoss(torch.autograd.Function):
     symmetric."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, drop_negative: bool, low: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, low: bool) -> Tensor:
         matrices, n, _ = x.shape
         size = max(1, _PIECE.get(device_kind(x.device.type), _PIECE["cuda"]) // (4 * n))  # rows of similarities
         together, rows = max(1, size // n), min(size, n)
@@ -111,14 +105,9 @@ class _GramLoss(torch.autograd.Function):
                     block = slice(start, min(start + rows, n))
                     cosines = x[part, block] @ x[part].mT
                     wanted = y[part, block] @ y[part].mT
-                    kept = cosines >= 0 if drop_negative else None
-                    if drop_negative:
-                        cosines, wanted = cosines.clamp_min_(0), wanted.clamp_min_(0)
                     difference = cosines.sub_(wanted)
                     total += torch.linalg.vecdot(difference, difference).sum()
                     if grad is not None:
-                        if kept is not None:
-                            difference.mul_(kept)
                         grad[part, block] = (difference @ x[part]).mul_(scale)
         ctx.save_for_backward(grad)
         return total * (scale / 4)
@@ -127,4 +116,4 @@ class _GramLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return grad * grad_outputs[0], None, None, None
+        return grad * grad_outputs[0], None, None

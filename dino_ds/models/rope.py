@@ -21,38 +21,35 @@ from dino_ds.models.packing import MadeOnce
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
-_DRAWS = 5  # per block and size: shifts and stretches of both axes, and the stretch that they share
+_DRAWS = 5  # numbers per block and size, of which the last is used: runs of earlier versions continue with it
 
 
 class RopeTables:
     """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid.
 
-    In training the coordinates of patches are changed at random; see `changes`.
+    In training the coordinates of patches are stretched at random; see `stretches`.
     """
 
     def __init__(self, arch: ViTSpec, options: BackboneOptions) -> None:
         assert arch.rope is not None
         self._arch, self._sides = arch, arch.rope
-        self._changes = (options.rope_shift or 0.0, options.rope_jitter or 1.0, options.rope_rescale or 1.0)
+        self._rescale = options.rope_rescale or 1.0
         self._made = MadeOnce()
 
     def of(
         self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: int | None = None
     ) -> list[Sequence[Tensor]]:
-        """The tables of all blocks, for each grid (rows, columns). With a `step_key` the coordinates are changed:
-        separately for each block and each entry of `grids`, alike for all images."""
+        """The tables of all blocks, for each grid (rows, columns). With a `step_key` the coordinates are
+        stretched: separately for each block and each entry of `grids`, alike for all images."""
         blocks = self._arch.depth
-        if step_key is None or self._changes == (0.0, 1.0, 1.0):
+        if step_key is None or self._rescale == 1.0:
             return [[self._unchanged(grid, device)] * blocks for grid in grids]
         with torch.no_grad():
-            shifts, factors = changes(_draws(step_key, len(grids), blocks, device), *self._changes)
+            factors = stretches(_draws(step_key, len(grids), blocks, device), self._rescale)
             tables: list[Sequence[Tensor]] = []
-            for grid, shift, factor in zip(grids, shifts, factors, strict=True):
-                axes = [
-                    (axis + shift[:, i : i + 1]) * factor[:, i : i + 1]
-                    for i, axis in enumerate(self._axes(grid, device))
-                ]
-                tables.append(table(axes[0], axes[1], self._turns(device)).unbind())
+            for grid, factor in zip(grids, factors, strict=True):
+                rows, columns = self._axes(grid, device)
+                tables.append(table(rows * factor, columns * factor, self._turns(device)).unbind())
         return tables
 
     def _turns(self, device: torch.device) -> Tensor:
@@ -81,16 +78,10 @@ def coordinates(height: int, width: int, sides: str, device: torch.device) -> tu
     return rows, columns
 
 
-def changes(draws: Tensor, shift: float, jitter: float, rescale: float) -> tuple[Tensor, Tensor]:
-    """draws (..., 5) in [0, 1) -> shifts of the coordinates of rows and columns, and factors that then multiply them,
-    (..., 2) each.
-
-    A shift in [-shift, shift] for each axis; a factor in [1 / jitter, jitter] for each, times one in
-    [1 / rescale, rescale] for both. Factors are uniform in their logarithm.
-    """
-    signed = draws.mul(2).sub(1).float()
-    factors = (signed[..., 2:4] * math.log(jitter) + signed[..., 4:] * math.log(rescale)).exp()
-    return signed[..., :2] * shift, factors
+def stretches(draws: Tensor, rescale: float) -> Tensor:
+    """draws (...) in [0, 1) -> factors (..., 1) for both coordinates, in [1 / rescale, rescale] and uniform in their
+    logarithm."""
+    return (draws.mul(2).sub(1).float() * math.log(rescale)).exp().unsqueeze(-1)
 
 
 def rotate(
@@ -199,9 +190,9 @@ def _rotated(
 
 
 def _draws(step_key: int, sizes: int, blocks: int, device: torch.device) -> Tensor:
-    """(sizes, blocks, 5) FP64 in [0, 1): a hash of (key, size, block, which)."""
+    """(sizes, blocks) FP64 in [0, 1): a hash of (key, size, block)."""
     hashed = mix(torch.arange(sizes * blocks * _DRAWS, device=device) + step_key)
-    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)
+    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)[..., -1]
 
 
 def frequencies(arch: ViTSpec, device: torch.device) -> Tensor:

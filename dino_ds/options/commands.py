@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dino_ds.config.fields import IMAGE_FORMS, Amount, Count, Listed, Positive, option
 from dino_ds.options import model  # noqa: F401  (its commands)
-from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, Weights, command, declare_command, options
+from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, declare_command, options
 from dino_ds.run.train_options import TrainOptions
 
 declare_command(
@@ -149,7 +149,6 @@ class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
 
     model: Model
-    weights: Weights = "newest"
     random: bool = option(False, "MODEL is an architecture: random weights, 224 pixels; they change no speed")
     batches: Listed[Count] = option((1, 4, 16, 64), "images of a call")
     size: Count | None = option(None, "pixels of a side, a multiple of the patch size", shown="the model's")

@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from dino_ds.basics.names import MODEL_FORMS
-from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import Count, option
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.schema import Option, options, options_of
@@ -157,9 +156,6 @@ def _text_option(name: str, description: str, shown: str) -> Option:
 _DEBUG = Option("debug", FieldInfo.from_annotated_attribute(bool, option(False, "show tracebacks of errors")))
 
 Json = Annotated[bool, Field(description="print one JSON object")]
-Weights = Annotated[
-    WeightsName, Field(description="of a run: newest, best (eval.keep_best), or step_N of one of its checkpoints")
-]
 Model = Annotated[str, Field(description=MODEL_FORMS, json_schema_extra={"bare": True})]
 Heads = Annotated[
     Count | None,

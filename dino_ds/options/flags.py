@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dino_ds.basics.names import as_written, nearest, suggestion, unquoted, words_elsewhere
-from dino_ds.basics.text_file import is_url, unusable_text
+from dino_ds.basics.names import as_written, did_you_mean, unquoted, words_elsewhere
+from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
-from dino_ds.config.ds_schema import key_names
-from dino_ds.config.loading import ds_home, nearest_knobs, recipe_options, unknown_key
+from dino_ds.config.ds_schema import is_key, key_names
+from dino_ds.config.loading import key_elsewhere
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
-from dino_ds.options.elsewhere import option_elsewhere, stray_word
 
 ALIASES = {"deepspeed_config": "ds_config"}
 
@@ -131,8 +130,6 @@ def _parse_both(command: Command, words: list[str]) -> Flags:
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        if end == len(words):
-            problems.append(f"options of train follow a --: dino-ds {command.name} ... -- --config vits16")
         raise ConfigError("\n".join(problems))
     return dataclasses.replace(parts[0], train_words=tuple(words[end + 1 :]), train=parts[1])
 
@@ -151,9 +148,8 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
 
 
 def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag without dashes, value) from `--key value`, `--key=value` and switches."""
+    """Yield (name without its two dashes, value) from `--key value`, `--key=value`, switches and bare words."""
     bare, strays, known = list(command.bare), list[str](), command.known_options
-    read: tuple[str, str] | None = None
     while words:
         word = words.pop(0)
         if not _is_flag(word) and bare:
@@ -161,39 +157,20 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
             bare = bare[not known[bare[0]].takes_words :]
             continue
         if not _is_flag(word):
-            secret = unusable_text(word) if is_url(word) else ""
-            answer = secret or stray_word(word, read, command, first=not strays)
-            strays.append(f"unexpected word{'' if secret else f' {as_written(word)}'}: {answer}")
+            strays.append(unusable_text(word) or as_written(word))
             continue
-        name, equals, value = word.lstrip("-").partition("=")
-        if not word.startswith("--"):
-            if not equals and words and not _is_flag(words[0]):
-                words.pop(0)
-            problems.append(f"{word}: {_one_dash(command, name)}")
-        elif equals:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if equals:
             yield name, value
         elif name in known and known[name].is_switch:
-            read = name, words.pop(0) if words and _is_for_switch(known[name], words[0]) else "true"
-            yield read
-        elif words and not _is_flag(words[0]):
-            read = name, words.pop(0)
-            yield read
+            yield name, words.pop(0) if words and _is_for_switch(known[name], words[0]) else "true"
         else:
-            yield name, ""
+            yield name, words.pop(0) if words and not _is_flag(words[0]) else ""
     if strays:
-        problems.append("; ".join(strays))
-
-
-def _one_dash(command: Command, name: str) -> str:
-    if len(name) > 1:
-        answer = option_elsewhere(name, "", command) or _dashed(nearest_knobs(name, _names(command))).strip()
-        return f"options begin with two dashes; {answer}".removesuffix("; ")
-    long = next((f"; write --{o.name}" for o in command.all_options if o.name.startswith(name)), "")
-    return f"one-letter options are not accepted{long}"
-
-
-def _names(command: Command) -> list[str]:
-    return [option.name for option in command.all_options]
+        problems.append(
+            f"unexpected {', '.join(strays[:3])}{', ...' if len(strays) > 3 else ''}: options are written --key value; "
+            "a value with spaces stands in quotes, several values have commas between them"
+        )
 
 
 def _is_for_switch(option: Option, word: str) -> bool:
@@ -218,14 +195,14 @@ def _store(command: Command, flags: Flags, name: str, value: Any, problems: list
     if fixed is not None:
         target, key, unknown = flags.fixed, name, None
     elif command.takes_ds and name.startswith("ds."):
-        section, _, leaf = (key := name[3:]).rpartition(".")
-        target = flags.ds
-        unknown = None if key in key_names() else wrong_key(section, leaf)
+        target, key = flags.ds, name[3:]
+        unknown = None if is_key(key) else wrong_key(key)
     else:
         target, key = flags.recipe, name
-        unknown = None if name in command.known_options else _unknown(command, name, unquoted(value))
+        unknown = None if name in command.known_options else _unknown(command, name)
     if unknown is not None:
-        problems.append(f"--{name if len(name) < 100 else f'{name[:50]}...'}: {unknown}")
+        typed = name if name.startswith("-") else f"--{name}"
+        problems.append(f"{typed if len(typed) < 100 else f'{typed[:50]}...'}: {unknown}")
     elif isinstance(value, str) and (unusable := unusable_text(value)):
         problems.append(f"--{name}: {unusable}")
     elif isinstance(value, str) and not value.strip():
@@ -240,36 +217,30 @@ def _store(command: Command, flags: Flags, name: str, value: Any, problems: list
         try:
             target[key] = fixed.read(value)
         except ValueError as error:
-            answers = words_elsewhere("choices") | words_elsewhere("evaluations") if fixed.choices else {}
-            words = re.split(r"[][,\s]+", unquoted(value).lower())
-            hint = next((answers[word] for word in words if word in answers), None)
-            said = f"{str(error).partition(' Did you mean')[0]} {hint}" if hint else str(error)
-            problems.append(f"--{name}: {said}")
+            problems.append(f"--{name}: {error}")
 
 
-def _unknown(command: Command, name: str, value: str) -> str:
-    """Describe an unknown flag: what to use instead, or which options there are."""
-    if answer := option_elsewhere(name, value, command):
+def _unknown(command: Command, name: str) -> str:
+    """Describe an unknown option: what to use instead, or the nearest names."""
+    if answer := _answer_elsewhere(name, command):
         return f"unknown option: {answer}"
-    names = _names(command)
-    if not command.takes_recipe:
-        there_are = f" There are {', '.join(f'--{name}' for name in names)}"
-        near = suggestion(nearest(name, [*names, "help"], cutoff=0.7))
-        return f"unknown option.{_dashed(near) or there_are}"
-    home = ds_home(name)
-    if home and command.takes_ds:
-        return f"unknown option: {home}"
-    if name in words_elsewhere("fixed_keys") or any(key.name.startswith(f"{name}.") for key in recipe_options()):
-        return unknown_key(name)
-    near = nearest_knobs(name, [*names, "help", *(ALIASES if command.takes_ds else ())])
-    return f"unknown option.{_dashed(near or (_nearest_ds_keys(name) if command.takes_ds else ''))}"
+    if command.takes_recipe and (answer := key_elsewhere(name)):
+        return f"unknown option: {answer}"
+    if name.startswith("-"):
+        return "options begin with two dashes"
+    ds = [f"ds.{key}" for key in key_names()] if command.takes_ds else []
+    near = did_you_mean(name, [*command.known_options, "help", *ds]).replace(" mean ", " mean --")
+    return f"unknown option.{near or f' dino-ds {command.name} --help lists them'}"
 
 
-def _nearest_ds_keys(name: str) -> str:
-    """Suggest the nearest keys of the ds JSON; keys whose last part is one word (device) only for dotted names."""
-    keys = [key for key in key_names() if "." in name or "_" in key.rsplit(".", 1)[-1]]
-    return suggestion([f"ds.{key}" for key in nearest(name, keys, cutoff=0.85)])
-
-
-def _dashed(near: str) -> str:
-    return near.replace(" mean ", " mean --").replace(", ", ", --").replace(" or ", " or --")
+def _answer_elsewhere(name: str, command: Command) -> str | None:
+    """What to use here in place of another program's option, or of one that dino_ds had; None for other words."""
+    word = name.replace("-", "_").lower()
+    leaf = word.rpartition(".")[2]
+    answers, same = words_elsewhere("options"), words_elsewhere("same_option")
+    names = (same.get(word) or same.get(leaf, "")).split()
+    if answer := answers.get(f"{command.name} {word}"):
+        return answer
+    if meant := next((name for name in names if name in command.known_options), None):
+        return f"write --{meant}"
+    return (answers.get(word) or answers.get(leaf)) if command.takes_recipe else None

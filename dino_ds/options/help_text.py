@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from dino_ds.basics.names import words_elsewhere
-from dino_ds.config.ds_schema import KEYS
+from dino_ds.config.ds_schema import KEYS, PASSED
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.schema import Option
 from dino_ds.errors import EXIT_CODES
@@ -115,7 +115,8 @@ def _command_page(command: Command) -> str:
         text = f"any key of the JSON, for example --ds.zero_optimization.stage 2{where}"
         keys = [(f"--ds.{name}", "", f"{key.description} [{key.type}]{_stages(key)}") for name, key in KEYS.items()]
         parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)])]
-        parts += [*_rows(keys, 120), ""] if command is TRAIN else [""]
+        passed = ("--ds.KEY", "", f"as DeepSpeed's documentation says: {', '.join(PASSED)}")
+        parts += [*_rows([*keys, passed], 120), ""] if command is TRAIN else [""]
     if command is not TRAIN:
         return "\n".join(parts)
     backbones = f"backbones that dino_ds builds itself: {', '.join(BACKBONES)}"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dino_ds.config.evaluation import BENCHMARKS, Evaluation
 from dino_ds.config.fields import Amount, Count, Listed, Positive, Seed, option
-from dino_ds.options.definition import Heads, Json, Model, Weights, command
+from dino_ds.options.definition import Heads, Json, Model, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
@@ -25,7 +25,6 @@ class EvalOptions:
     """k-NN, linear, retrieval and statistics of a teacher's frozen features"""
 
     model: Model
-    weights: Weights = "newest"
     evals: Listed[Evaluation] = option(("knn",), "comma-separated list of")
     source: _Source = None
     root: str | None = option(None, "labeled training images, as data.root", shown="the run's")
@@ -45,7 +44,6 @@ class EmbedOptions:
     """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
 
     model: Model
-    weights: Weights = "newest"
     out: str = option(..., "file to write, whose ending says how: .parquet, .npy, .csv or .pt")
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
@@ -98,7 +96,6 @@ class PicturesOptions:
     """what a teacher sees: a map of images, nearest neighbors, PCA of patches, attention"""
 
     model: Model
-    weights: Weights = "newest"
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
     out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
@@ -113,7 +110,6 @@ class ExportOptions:
     model: Model
     format: ExportForm = option(..., "one of")
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
-    weights: Weights = "newest"
     adapters: str | None = option(None, "file of --format adapters (LoRA), put onto these weights")
     heads: Heads = None
     backbone: str | None = option(

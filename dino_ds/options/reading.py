@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.text_file import is_url
-from dino_ds.config.chosen_weights import NEWEST, chosen_model
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Given, default_folder, holds_run, nothing_to_resume
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of
-from dino_ds.options.elsewhere import check_networks
 from dino_ds.options.flags import Flags, check_required
 from dino_ds.run.train_options import TrainOptions
 
@@ -43,8 +41,6 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     problems: list[str] = []
     if command.takes_recipe:
         try:
-            backbone = flags.recipe.get("model.backbone", values.get("backbone"))
-            check_networks((config or "").split(","), backbone and str(backbone))
             if command is TRAIN:
                 options, files = _read_train(options, config, flags.recipe)
             else:
@@ -78,9 +74,6 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if hasattr(options, "model") and getattr(options, "weights", NEWEST) != NEWEST:
-        chosen = chosen_model(options.model, options.weights)  # now a path, as if the user had given it
-        options = dataclasses.replace(options, model=chosen, weights=command.known_options["weights"].info.default)
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
         files["train_words"] = flags.train_words
@@ -102,8 +95,6 @@ def _read_train(
             "--print writes what --config and keys of the recipe say: leave out --from and --resume; the recipe of a "
             "run is RUN/config.yaml"
         )
-    if options.weights != NEWEST and options.from_ is None:
-        raise ConfigError(f"--weights {options.weights} is of the run that a stage begins --from: name it")
     if not options.run_dir and config is None and options.from_ is not None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""

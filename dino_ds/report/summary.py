@@ -79,7 +79,7 @@ def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
     if knn["teacher"] < knn["best"] - max(noise, _FALL * (knn["best"] - bar)):
         step, best = f"{knn['best_step']:,}", percent(knn["best"])
         remedy = (
-            f"take that teacher: dino-ds embed {run.path} --weights best"
+            f"take that teacher: dino-ds embed {run.path}/best_teacher.safetensors"
             if run.best
             else "next time keep the best: --eval.keep_best knn"
         )

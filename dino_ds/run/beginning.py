@@ -8,7 +8,6 @@ from pathlib import Path
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.begun_with import Origin, read_run_id
-from dino_ds.config.chosen_weights import step_to_begin_with
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, split_origin
@@ -115,9 +114,7 @@ def choose_beginning(
         return Beginning()
     if options.from_ is None or settings is None:
         raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
-    with distributed.raise_on_all_ranks():
-        step = step_to_begin_with(options.from_, options.weights)
-    return _of_stage(folder, images, split_origin(options.from_)[0], step, settings)
+    return _of_stage(folder, images, *split_origin(options.from_), settings)
 
 
 def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, settings: Given) -> Beginning:

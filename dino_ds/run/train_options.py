@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from dino_ds.basics.names import as_written
-from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import Count, Resume, option
 from dino_ds.config.schema import options
 
@@ -31,7 +30,6 @@ class TrainOptions:
     from_: str | None = option(
         None, "begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe"
     )
-    weights: Annotated[WeightsName, Field(description="what --from begins with: newest, best, or step_N")] = "newest"
     max_steps: Count | None = option(
         None, "stop after N steps; schedules stay as they are", shown="the recipe's length"
     )

@@ -13,8 +13,8 @@ from torch import Tensor
 from dino_ds.basics.names import nearest, step_name, suggestion
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
 from dino_ds.checkpoint.opening import open_checkpoint
-from dino_ds.config.chosen_weights import missing_model
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import missing_model
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec

@@ -18,7 +18,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_ds.basics.names import MODEL_FORMS
-from dino_ds.config.chosen_weights import chosen_model
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image, prepared
@@ -193,7 +192,6 @@ def load(
     device: str | torch.device = "cpu",
     heads: int | None = None,
     backbone: str | None = None,
-    weights: str = "newest",
 ) -> Backbone:
     """Load the teacher of a run folder, or the backbone of a file of weights, a Hugging Face folder or a timm name.
 
@@ -201,13 +199,12 @@ def load(
     attention heads, if no file states it; by default that of the known backbone of this width and depth, and `notes`
     say so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, if no file states it; ResNets 18 to
     152 are recognized. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. A timm name downloads the weights if they are not in the cache. `weights`: of a run folder,
-    "best" or "step_N" instead of "newest". Raises CheckpointError for anything else, and where heads or the backbone
-    must be named.
+    of the run folder. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for
+    anything else, and where heads or the backbone must be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
-    path = chosen_model(path, weights)
+    path = os.fspath(path)
     loaded = find_weights(path, None if backbone is None else _asked(str(backbone)))
     named = "Vision Transformer" if loaded.spec is None else loaded.spec.title
     try:

@@ -104,83 +104,78 @@ def test_comments_and_trailing_commas_are_legal(load):
 
 
 def test_deepspeed_s_silence_is_broken(problems):
-    assert problems({"gradient_acumulation_steps": 8, "zero_optimisation": {"stage": 2}}) == [
-        "gradient_acumulation_steps: DeepSpeed would ignore it silently. Did you mean gradient_accumulation_steps?",
-        "zero_optimisation: DeepSpeed would ignore it silently. Did you mean zero_optimization?",
-    ]
-    assert problems({"data_types": {"grad_accum_dtpe": "fp32"}}) == [
-        "data_types.grad_accum_dtpe: DeepSpeed would ignore it silently. Did you mean data_types.grad_accum_dtype?"
-    ]
-    assert problems({"zero_optimization": {"stage": 2, "reduce_buckt_size": 1}}) == [
-        "zero_optimization.reduce_buckt_size: unknown key. Did you mean zero_optimization.reduce_bucket_size?"
+    wrong = {"gradient_acumulation_steps": 8, "data_types": {"grad_accum_dtpe": "fp32"}}
+    assert problems(wrong | {"zero_optimization": {"stage": 2, "reduce_buckt_size": 1}}) == [
+        "gradient_acumulation_steps: unknown key. Did you mean gradient_accumulation_steps?",
+        "data_types.grad_accum_dtpe: unknown key. Did you mean data_types.grad_accum_dtype?",
+        "zero_optimization.reduce_buckt_size: unknown key. Did you mean zero_optimization.reduce_bucket_size?",
     ]
 
 
 def test_recipe_knobs_are_sent_home(problems):
-    auto = {"type": "AdamW", "params": {"lr": "auto"}}
-    lines = problems(
-        {"optimizer": auto, "scheduler": {"type": "auto"}, "lr": 1, "weight_decay": 1, "seed": 3, "epochs": 3}
-    )
+    lines = problems({"optimizer": {"type": "AdamW"}, "lr": 1, "seed": 3, "epochs": 3})
     homes = [line.split(": it belongs to the recipe: ")[1].split()[0] for line in lines]
-    assert " ".join(homes) == "optimizer.lr, optimizer.warmup, optimizer.lr optimizer.weight_decay seed length"
+    assert " ".join(homes) == "optimizer.lr, optimizer.lr seed length"
 
 
-def test_refused_keys_say_why(load):
+@pytest.mark.parametrize("value", [3, False, None, {"enabled": False, "x": 3}], ids=str)
+def test_refused_keys_say_why_unless_they_are_off(load, value: object):
+    """What is off does not reach DeepSpeed."""
     for name, why in words_elsewhere("refused_ds_keys").items():
         content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-        target = content
+        section = content
         *sections, leaf = name.split(".")
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[leaf] = leaf != "compute_grad_norm"
-        with pytest.raises(ConfigError) as caught:
-            load(content)
-        assert f"{name}: refused: {why}" in str(caught.value)
+        for one in sections:
+            section = section.setdefault(one, {"fp16": {"enabled": False}, "bf16": {"enabled": False}}.get(one, {}))
+        if sections and "offload" in sections[-1]:
+            section["device"] = "cpu"
+        section[leaf] = value
+        if value == 3:
+            with pytest.raises(ConfigError) as caught:
+                load(content)
+            assert f"{name}: refused: {why}" in str(caught.value)
+            continue
+        loaded = load(content)
+        for one in sections:
+            loaded = loaded[one]
+        assert leaf not in loaded, name
 
 
-def test_keys_that_are_off_are_fine(load):
-    """Of every refused key: false, null, a section that is not enabled; it does not reach DeepSpeed."""
-    for name in words_elsewhere("refused_ds_keys"):
-        *sections, leaf = name.split(".")
-        given = [True] if leaf == "compute_grad_norm" else [False, None, {"enabled": False, "x": 3}, {"x": False}]
-        for value in given:
-            content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-            section = content
-            for one in sections:
-                section = section.setdefault(one, {"fp16": {"enabled": False}, "bf16": {"enabled": False}}.get(one, {}))
-            if sections and "offload" in sections[-1]:
-                section["device"] = "cpu"
-            section[leaf] = value
-            loaded = load(content)
-            for one in sections:
-                loaded = loaded[one]
-            assert leaf not in loaded, (name, value)
-
-
-_OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+_LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ({"gradient_clipping": "1.0"}, 'gradient_clipping: "1.0" is not a number'),
-        ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto" is not decided here: write its value (number >= 0)'),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto" is not a number'),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 must be >= 1 or auto"),
-        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is not decided here (DeepSpeed would drop it'),
+        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is not true or false'),
         ({"fp16": True}, "fp16: true is not a section"),
         ({"zero_optimization": {"overlap_comm": True}}, 'zero_optimization: has no "stage"'),
         ({"communication_data_type": "f16"}, 'communication_data_type: "f16" is not one of fp32, bf16, fp16. Did'),
         ({"fp16": {"enabled": True}}, "stage 0 in fp16 is broken in DeepSpeed 0.19"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "choose one"),
-        ({"bf16": {"enabled": False, "check_grad_overflow": False}}, "bf16.check_grad_overflow: it must be true"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 2, only at stage 3"),
+        ({"bf16": {"enabled": False, "check_grad_overflow": False}}, "bf16.check_grad_overflow: false is not one of"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 2, only at 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, '"nvme" is not one of none, cpu'),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with training in fp32"),
-        (_OFFLOAD | {"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: it must be false"),
-        ('{"zero_optimization": {"stage": 1}}', "has no gradient_clipping, and DeepSpeed would clip at 1.0"),
+        ('{"zero_optimization": {"stage": 1}}', 'has no "gradient_clipping", and DeepSpeed has a default of its own'),
         ("", "is empty (was it cut off?): write a DeepSpeed JSON into it"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping is set twice"),
         ('{"gradient_clipping":', "cannot be read as JSON"),
+        ({"zero_optimization": {"stage": 3}, "dino_ds": {"compile": True}}, "dino_ds.compile: ZeRO 3 gathers"),
+        ({"dino_ds": {"attention": "varlen"}}, 'dino_ds.attention: "varlen" needs bf16 or fp16'),
+        ({"dino_ds": {"compile": "fast"}}, 'dino_ds.compile: "fast" is not one of off, default, max-autotune, re'),
+        (
+            {"dino_ds": {"compile": "reduce-overhead"}, "activation_checkpointing": {}},
+            'dino_ds.compile: "reduce-overhead" does not go with activation_checkpointing',
+        ),
+        ({"dino_ds": {"deterministic": True, "compile": True}}, "dino_ds.deterministic: dino_ds.compile, whose kern"),
+        (
+            _LOW | {"dino_ds": {"deterministic": True, "attention": "varlen"}},
+            "dino_ds.deterministic: varlen's gradients",
+        ),
     ],
 )
 def test_wrong_values_and_combinations(content: Any, says: str, load):
@@ -223,47 +218,6 @@ def test_a_key_of_an_earlier_version_is_left_out(load, problems):
     ]
 
 
-def test_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "ds_configs").mkdir()
-    (tmp_path / "ds_configs" / "zero2_fp16.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        load_ds_config("ds_configs/zero2.json", {})
-    assert str(caught.value) == "ds_configs/zero2.json does not exist. Did you mean ds_configs/zero2_fp16.json?"
-    with pytest.raises(ConfigError, match="a recipe is given with --config"):
-        load_ds_config("vits16.yaml", {})
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"zero_optimization": {"stage": 3}, "dino_ds": {"compile": True}}, "dino_ds.compile: ZeRO 3 gathers"),
-        ({"dino_ds": {"attention": "varlen"}}, 'dino_ds.attention: "varlen" needs bf16 or fp16'),
-        ({"dino_ds": {"teacher_copy": True}}, "dino_ds.teacher_copy: in fp32 the copy"),
-        ({"dino_ds": {"compile": "fast"}}, 'dino_ds.compile: "fast" is not one of off, default, max-autotune, re'),
-        (
-            {"dino_ds": {"compile": "reduce-overhead"}, "activation_checkpointing": {}},
-            'dino_ds.compile: "reduce-overhead" does not go with activation_checkpointing',
-        ),
-        (
-            {
-                "dino_ds": {"deterministic": True, "attention": "varlen"},
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": 1},
-            },
-            "dino_ds.deterministic: varlen's gradients",
-        ),
-        (
-            {"dino_ds": {"deterministic": True, "compile": True}},
-            "dino_ds.deterministic: dino_ds.compile, whose kernels",
-        ),
-    ],
-)
-def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], says: str):
-    (line,) = problems(content)
-    assert line.startswith(says)
-
-
 @pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "max-autotune")])
 def test_compile_was_true_or_false_before(load, given: object, taken: str):
     assert _resolve(load({"dino_ds": {"compile": given}})).performance.compile == taken
@@ -288,11 +242,10 @@ def test_sharding_over_one_process_in_fp32_is_left_out(stage: int):
 def test_shipped_configs_by_their_name_alone(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert find_ds_config(given).endswith("ds_configs/zero2_bf16.json")
-    with pytest.raises(ConfigError, match=r"zero9.json is neither a file nor a shipped one: there is zero0_fp32"):
-        find_ds_config("zero9.json")
-    (tmp_path / "my_zero9.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"Did you mean my_zero9.json\?"):
-        find_ds_config("myzero9.json")
+    with pytest.raises(
+        ConfigError, match=r"zero2_fp61 is neither a file nor a shipped ds JSON: .* Did you mean zero2_"
+    ):
+        find_ds_config("zero2_fp61")
 
 
 @pytest.mark.parametrize(
@@ -316,12 +269,7 @@ def test_auto_batch_sizes(content: dict[str, Any], micro: int, accumulation: int
         (
             {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 1},
             "global batch 512 is not micro-batch 64 x accumulation 1 x ranks 4 = 256; "
-            "set gradient_accumulation_steps to 2 in x.json or --data.global_batch 256",
-        ),
-        (
-            {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4},
-            "global batch 512 is not micro-batch 3 x accumulation 4 x ranks 4 = 48; "
-            "set train_micro_batch_size_per_gpu to 32 in x.json or --data.global_batch 48",
+            'set --data.global_batch 256, or one of the two to "auto" in x.json',
         ),
         (
             {"gradient_accumulation_steps": 3},
@@ -385,8 +333,7 @@ def test_activation_checkpointing(section: dict[str, Any] | None, blocks: int | 
 
 
 def test_what_else_is_filled_in():
-    """An optimizer of torch's with offload, the kind of loss scale; a comms logger that is off goes: DeepSpeed logs
-    where the section is. CUDA graphs go with one micro-batch alone."""
+    """An optimizer of torch's with offload, the kind of loss scale. CUDA graphs go with one micro-batch alone."""
     config = _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     assert config.raw["zero_force_ds_cpu_optimizer"] is False
     plain = _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}})
@@ -394,7 +341,6 @@ def test_what_else_is_filled_in():
     for scale, dynamic in (({}, True), ({"loss_scale": 128}, False)):
         fp16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, **scale}}
         assert _resolve(fp16).dynamic_loss_scale == dynamic
-    assert "comms_logger" not in _resolve({"comms_logger": {"enabled": False}}).raw
     with pytest.raises(ConfigError, match="does not go with 2 micro-batches a step"):
         _resolve({"dino_ds": {"compile": "reduce-overhead"}, "gradient_accumulation_steps": 2})
 

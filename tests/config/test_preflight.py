@@ -1,4 +1,4 @@
-"""Traps of the surroundings: a hostfile that is not there, torchvision of another torch."""
+"""Traps of the surroundings: launchers' variables, torchvision of another torch, users without a home."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import pytest
@@ -18,40 +17,6 @@ from dino_ds.basics.durable import cache_folder
 from dino_ds.engine import rank_variables
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("command", "hostfile"),
-    [
-        ("python /venv/bin/deepspeed --hostfile hosts dino_ds/train.py --config x", "hosts"),
-        ("python /venv/bin/deepspeed --num_gpus 2 --hostfile=h.txt train.py", "h.txt"),
-        ("python /venv/bin/deepspeed -H hosts train.py", "hosts"),
-        ("python -m deepspeed.launcher.runner --hostfile hosts train.py", "hosts"),
-        ("python /venv/bin/deepspeed --num_gpus 2 train.py --hostfile x", None),
-        ("python -u -m deepspeed.launcher.launch --world_info=x train.py --hostfile x", None),
-        ("", None),
-    ],
-)
-def test_hostfile_of_the_launcher(command: str, hostfile: str | None):
-    assert preflight.hostfile_of(command.split()) == hostfile
-
-
-def test_a_hostfile_that_is_missing_or_hostile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Relative to the folder in which the launcher was started."""
-    import psutil
-
-    launcher = types.SimpleNamespace(
-        cmdline=lambda: ["deepspeed", "-H", "hosts", "train.py"], cwd=lambda: str(tmp_path)
-    )
-    shell = types.SimpleNamespace(cmdline=lambda: ["bash"], cwd=lambda: "/")
-    monkeypatch.setattr(psutil, "Process", lambda: types.SimpleNamespace(parents=lambda: [shell, launcher, shell]))
-    with pytest.raises(ConfigError, match="hostfile hosts does not exist: deepspeed would train on this machine alone"):
-        preflight.check_hostfile()
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
-    preflight.check_hostfile()
-    (tmp_path / "hosts").write_text("w1 slots=1\n-oProxyCommand=id slots=1\n")
-    with pytest.raises(ConfigError, match=r'hosts:2: .-oProxyCommand=id slots=1. is not "name slots=N"'):
-        preflight.check_hostfile()
 
 
 @pytest.mark.parametrize(
@@ -74,32 +39,15 @@ def test_ranks_of_mpirun_and_srun(given: dict[str, str], found: tuple[str | None
         preflight.adopt_ranks({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
 
 
-def test_variables_that_are_set_to_nothing_are_not_set():
-    """As a shell script leaves them: there is one process then, or an error that names what is missing."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-    variables = {**dict.fromkeys(names, ""), "HOME": ""}
-    preflight.forget_empty_ranks(variables)
-    preflight.adopt_ranks(variables)
-    rank_variables.check_ranks(variables)
-    assert variables == {"HOME": ""}
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (
-            "raise RuntimeError('no such operator')",
-            "torch 2.15.0+cpu with torchvision 0.29.2 does not load (no such operator)",
-        ),
+        ("raise RuntimeError('no such operator')", "torch and torchvision do not load together (no such operator)"),
         ("import a_module_that_is_absent", "a_module_that_is_absent is not installed"),
     ],
 )
 def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str, tmp_path: Path, monkeypatch):
     (tmp_path / "torchvision.py").write_text(body + "\n")
-    for package, version in (("torch", "2.15.0+cpu"), ("torchvision", "0.29.2")):
-        info = tmp_path / f"{package}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)

@@ -68,7 +68,7 @@ STEPS = [
     IBOT | SINKHORN | {"ibot_head__prototypes": "96", "ibot_head__hidden": "40", "objective__dino_weight": "0"},
     IBOT | {"objective__koleo_weight": "0.1", "ibot_head__prototypes": "80", "crops__num_local": "0"},
     IBOT | {"model__backbone": "vit_small_plus_patch16_dinov3_qkvb", "model__rope_rescale": "2"},
-    IBOT | GRAM | {"gram__crop_size": "64", "gram__whole_batch": "true"},
+    IBOT | GRAM | {"gram__crop_size": "64"},
     GRAM | {"gram__teacher": "ema"},
     {"model__stochastic_depth": "batched", "model__drop_path": "0.5", "model__drop_path_growth": "uniform"},
     OWN,

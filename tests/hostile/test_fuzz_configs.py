@@ -40,28 +40,21 @@ def folder(tmp_path_factory):
     assert not list((folder / "empty").iterdir())
 
 
-def _recipe(folder: Path, text: str | bytes) -> tuple[int, list[str]]:
-    path = folder / "recipe.yaml"
+def _read(folder: Path, name: str, text: str | bytes) -> None:
+    """Start with this text as the recipe, or with the shipped recipe and this ds JSON."""
+    path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    return command("train", "--config", str(path))
+    command("train", "--config", *([str(path)] if name == "recipe.yaml" else ["quickstart", "--ds_config", str(path)]))
 
 
-def _ds(folder: Path, text: str | bytes) -> tuple[int, list[str]]:
-    path = folder / "ds.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    return command("train", "--config", "quickstart", "--ds_config", str(path))
+@pytest.mark.parametrize(("name", "whole"), [("recipe.yaml", RECIPE), ("ds.json", DS)])
+def test_broken_files(folder, name, whole):
+    @examples(12)
+    @given(text=broken_text(whole))
+    def check(text):
+        _read(folder, name, text)
 
-
-@examples(12)
-@given(text=broken_text(RECIPE))
-def test_broken_recipes(folder, text):
-    _recipe(folder, text)
-
-
-@examples(12)
-@given(text=broken_text(DS))
-def test_broken_ds_configs(folder, text):
-    _ds(folder, text)
+    check()
 
 
 @examples(12)
@@ -107,9 +100,9 @@ HAND_MADE = {
 }
 
 
-@pytest.mark.parametrize(("name", "read"), sampled(itertools.product(HAND_MADE, (_recipe, _ds))))
-def test_hand_made_files(folder, read, name):
-    read(folder, HAND_MADE[name])
+@pytest.mark.parametrize(("content", "name"), sampled(itertools.product(HAND_MADE, ("recipe.yaml", "ds.json"))))
+def test_hand_made_files(folder, name, content):
+    _read(folder, name, HAND_MADE[content])
 
 
 @pytest.mark.parametrize(("flag", "first"), [("--config", 0), ("--ds_config", 1), ("--run_dir", 2)])

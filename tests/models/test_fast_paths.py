@@ -37,7 +37,7 @@ WAYS = {
     "recomputed": {},
     "fused": {},  # as on a GPU, by the operators that torch.compile would make kernels of
 }
-_DROP = {"drop_path": 0.6, "rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale": 2.0}
+_DROP = {"drop_path": 0.6, "rope_rescale": 2.0}
 
 
 def _model(arch, **options):

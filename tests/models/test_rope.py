@@ -20,53 +20,19 @@ from tests.reference_v2 import golden_v2_meta
 CPU = torch.device("cpu")
 _HEAD16 = ViTSpec(4, 48, 2, 3, rope="separate")
 _LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
-_CHANGED = {"rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale": 2.0}
-
-
-def _changes(draws=4000, **options):
-    """Shifts and factors of 4,000 blocks, (blocks, 2) each."""
-    values = rope._draws(step_key(0, 7), 1, draws, CPU)[0]
-    return rope.changes(
-        values, *(options.get(name, none) for name, none in (("shift", 0), ("jitter", 1), ("rescale", 1)))
-    )
+_CHANGED = {"rope_rescale": 2.0}
 
 
 class TestLaws:
     """Quantiles of 4,000 draws against the reference's of as many: four standard errors of a difference are 4.5 % of
-    the range at the median. Those of 100,000 draws against the law itself: 0.65 %."""
+    the range at the median."""
 
-    def test_shift(self):
-        recorded = golden_v2_meta()["rope"]["shift_coords=0.25"]["quantiles"]
-        shifts, factors = _changes(shift=0.25)
-        assert torch.all(factors == 1)
-        for axis in shifts.unbind(1):
-            assert axis.abs().max() <= 0.25
-            assert _quantiles(axis) == pytest.approx(recorded[1:-1], abs=0.045 * 0.5)
-        assert abs(torch.corrcoef(shifts.T)[0, 1]) < 0.06
-
-    @pytest.mark.parametrize(("name", "key"), [("jitter", "jitter_coords=1.5"), ("rescale", "rescale_coords=2")])
-    def test_factors(self, name, key):
-        """Each axis has its own, or both have one; they are uniform in the logarithm."""
-        most = float(key.split("=")[1])
-        recorded = golden_v2_meta()["rope"][key]["log_quantiles"]
-        shifts, factors = _changes(**{name: most})
-        assert not shifts.any()
-        for axis in factors.log().unbind(1):
-            assert axis.abs().max() <= math.log(most) + 1e-6
-            assert _quantiles(axis) == pytest.approx(recorded[1:-1], abs=0.045 * 2 * math.log(most))
-        if name == "rescale":
-            assert torch.equal(*factors.unbind(1))
-        else:
-            assert abs(torch.corrcoef(factors.log().T)[0, 1]) < 0.06
-
-    def test_factors_scale_the_shift(self, monkeypatch):
-        """First the shift: the center of the grid, 0, ends at shift * factors, which a table of period 1 shows."""
-        draws = torch.tensor([[[1.0, 0.0, 1.0, 0.5, 1.0]]] * 2)
-        monkeypatch.setattr(rope, "_draws", lambda *_: draws.view(1, 2, 5))
-        tables = RopeTables(_HEAD16, BackboneOptions(rope_shift=0.25, rope_jitter=1.5, rope_rescale=2.0))
-        (((cos, sin), _),) = tables.of([(1, 1)], CPU, step_key(0, 0))
-        angle = torch.atan2(sin, cos)[0] / (2 * math.pi)
-        assert [float(angle[0]) % 1, float(angle[4]) % 1] == pytest.approx([0.25 * 1.5 * 2, 0.5], abs=1e-6)
+    def test_factors(self):
+        """They are uniform in the logarithm."""
+        recorded = golden_v2_meta()["rope"]["rescale_coords=2"]["log_quantiles"]
+        logarithms = rope.stretches(rope._draws(step_key(0, 7), 1, 4000, CPU)[0], 2.0).log()
+        assert logarithms.shape == (4000, 1) and logarithms.abs().max() <= math.log(2) + 1e-6
+        assert _quantiles(logarithms[:, 0]) == pytest.approx(recorded[1:-1], abs=0.045 * 2 * math.log(2))
 
     def test_each_block_and_size_has_its_own_table_in_each_step(self):
         tables = RopeTables(_HEAD16, BackboneOptions(**_CHANGED))
@@ -122,9 +88,8 @@ def _model(**options):
     return vit
 
 
-@pytest.mark.parametrize("key", _CHANGED)
-def test_each_change_of_coordinates_changes_the_features_of_training_alone(key):
-    changed, plain, images = _model(**{key: _CHANGED[key]}), _model(), {"global": [torch.randn(2, 3, 24, 24)]}
+def test_stretched_coordinates_change_the_features_of_training_alone():
+    changed, plain, images = _model(**_CHANGED), _model(), {"global": [torch.randn(2, 3, 24, 24)]}
     moved, still = (vit(images, step_key=step_key(0, 3))[CLS] for vit in (changed, plain))
     assert (moved - still).abs().max() > 1e-3
     assert torch.equal(changed(images)[CLS], plain(images)[CLS])

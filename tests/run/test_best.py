@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -14,9 +13,7 @@ from safetensors.torch import load_file
 
 import dino_ds
 from dino_ds.cli.main import main
-from dino_ds.config.chosen_weights import chosen_model
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import home_of
 from dino_ds.data.sources import build_source, split_off
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
@@ -37,8 +34,6 @@ from tests.run.harness import (
     train_tiny,
     whole_tensors,
 )
-from tests.run.test_stages import flags, words_of
-from tests.run.test_stages import run as run_words
 
 VALUES = {0: 30.0, 2: 40.0, 4: 70.0, 6: 60.0, 8: 69.0, 10: 50.0, 12: 20.0}
 """k-NN by step, of a run that gets worse."""
@@ -223,49 +218,20 @@ def _exported(whole):
     return {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
 
 
-def test_the_best_of_a_run_is_meant_by_one_word(straight, root, tmp_path):
-    """Its checkpoint, which has the heads, or the file where that is gone; with one line for what is not there."""
+def test_the_best_teacher_is_used_by_its_path(straight, root, tmp_path):
+    """Its results stand beside the newest's; with one line for what is damaged."""
     run = tmp_path / "run"
     shutil.copytree(straight, run)
-    with_heads = dino_ds.load(run, weights="best")
-    shutil.rmtree(run / "checkpoints/step_00000004")
-    alone = dino_ds.load(run, weights="best")
+    best = run / "best_teacher.safetensors"
+    with_heads, alone = dino_ds.load(run / "checkpoints/step_00000004"), dino_ds.load(best)
     assert with_heads.heads and not alone.heads and alone.about["step"] == with_heads.about["step"] == 4
     for name, tensor in alone.network.state_dict().items():
         assert torch.equal(tensor, with_heads.network.state_dict()[name])
-    export, draw = (f"export {run} --format timm --out {tmp_path / 'x'}", f"pictures {run} --only pca --root {root}")
-    for command in (export, draw):
-        main([*command.split(), "--weights", "best"])
-    assert json.loads((tmp_path / "x/config.json").read_text()) and list(run.glob("pictures/best_teacher/*.png"))
-    assert home_of(chosen_model(run, "best")).folder == run and chosen_model(run, "newest") == str(run)
-    for model, weights, says in (
-        (run, "step_3", "has no checkpoint step_00000003; found: step_00000012"),
-        (run, "latest", "'latest' is not newest, best, or step_N"),
-        (run / "checkpoints/step_00000012", "best", "is not a run folder"),
-    ):
-        with pytest.raises((ConfigError, CheckpointError), match=says):
-            dino_ds.load(model, weights=weights)
-    for step in ("1e400", "-1", "3.0", "null", '"3"', f"1{'0' * 12}"):
-        (run / "best_teacher.json").write_text(f'{{"step": {step}}}')
-        with pytest.raises(CheckpointError, match="it does not say the step; take --weights newest or step_N"):
-            chosen_model(run, "best")
-    shutil.copy(straight / "best_teacher.json", run)
-    (run / "best_teacher.safetensors").write_bytes(b"damaged")
+    main(["pictures", str(best), "--only", "pca", "--root", str(root)])
+    assert list(run.glob("pictures/best_teacher/*.png")) or list(run.glob("pictures-best_teacher/*.png"))
+    best.write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="is damaged"):
-        dino_ds.load(run, weights="best")
-    (run / "best_teacher.json").unlink()
-    with pytest.raises(CheckpointError, match="has kept no best teacher"):
-        dino_ds.load(run, weights="best")
-
-
-def test_a_stage_begins_from_the_best(straight, tmp_path):
-    """Not from the newest; its own best begins with the weights that it began with."""
-    run, changes = tmp_path / "run", {"stage_start": "continue", "length": "2 steps", "eval.keep_best": "rankme"}
-    words = words_of(run, "--from", str(straight), "--weights", "best", *flags(changes), *flags(STATISTICS))
-    assert run_words(words) is None
-    assert f"begins with {straight}, step 4" in log_of(run)
-    assert read_manifest(run, 6)["state"]["knn"]["best"]["start_step"] == 4
-    assert best_of(run)["step"] in (4, 6) and _val(run) == {}
+        dino_ds.load(best)
 
 
 STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}

@@ -25,7 +25,7 @@ from dino_ds.config.fields import (
 )
 from dino_ds.config.sections import CropsSection
 from dino_ds.engine.schedules import Replacements
-from dino_ds.method.specs.base import StepImages, TeacherSpec, TermSpec
+from dino_ds.method.specs.base import TeacherSpec, TermSpec
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
@@ -52,8 +52,6 @@ class GramSection(Section):
     crop_size: Side | None = option(
         None, "side of crops of its own, without colors: 1 to 2 times the global ones; none = these"
     )
-    whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
-    drop_negative: bool = option(False, "similarities below 0 count as 0")
     refused: ClassVar = {
         "gram.weight 0": "gram",
         "gram.refresh_every 0": "gram.refreshes",
@@ -71,8 +69,6 @@ class GramSpec(TermSpec):
     """Gram anchoring: similarities of patches stay those of `teacher`, on the global crops or on its own."""
 
     teacher: str
-    whole_batch: bool
-    drop_negative: bool
     begin: Length
 
     builder: ClassVar[str] = "dino_ds.method.gram:build_gram"
@@ -83,14 +79,11 @@ class GramSpec(TermSpec):
     def start(self) -> Length:
         return self.begin
 
-    def needs_images_together(self, step: StepImages) -> int | None:
-        return step.micro_batch if self.whole_batch else None
-
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
         gram = recipe.gram
         teacher = EMA if gram.teacher == EMA else GRAM
-        return GramSpec(name, weight, teacher, gram.whole_batch, gram.drop_negative, gram.start)
+        return GramSpec(name, weight, teacher, gram.start)
 
     def problems(self, recipe: Recipe) -> list[str]:
         """Lines for crops and replacements that the term's teacher can't have."""

@@ -15,7 +15,7 @@ _OBEYS = frozenset(
     )
 )
 _LEARNED = _OBEYS | {"pos_embed_interpolation"}
-_ROTARY = _OBEYS | {"local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale"}
+_ROTARY = _OBEYS | {"local_cls_norm", "rope_rescale"}
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,5 @@ class BackboneOptions:
     cls_only_last_block: bool = True
     mask_token: bool = False
     sync_batch_norm: bool = True
-    rope_shift: float | None = None
-    rope_jitter: float | None = None
     rope_rescale: float | None = None
     channels_last: bool | None = None

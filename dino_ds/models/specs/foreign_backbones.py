@@ -5,6 +5,7 @@ Their facts are known only after building them, which is done once, on the meta 
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import json
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import nearest
 from dino_ds.basics.own_code import find_own
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.models.specs.base import BackboneSpec
@@ -287,5 +287,5 @@ def foreign_spec(name: str) -> ForeignSpec:
     base = name.partition(".")[0]
     if "." in name and re.fullmatch(r"\w+", base) and timm.is_model(base):
         raise ValueError(f"{name!r} names weights of timm's: give model.backbone {base} and model.init_from {name}")
-    near = ", ".join(nearest(name, timm.list_models(), cutoff=0.0, slack=1.0))
+    near = ", ".join(difflib.get_close_matches(name, timm.list_models(), 3, 0.0))
     raise ValueError(f"{name!r} is neither timm's nor a class of yours as module:Class. The nearest are {near}")
