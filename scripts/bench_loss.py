@@ -13,7 +13,7 @@ import fire
 import torch
 from torch import Tensor
 
-from dino_ds.config.crops import EMA, student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
@@ -66,7 +66,7 @@ class LossAlone:
             Prototypes(head.bottleneck, head.prototypes, head.learned_lengths, head.free_prototypes).to(device())
             for _ in range(2)
         )
-        self._student = torch.randn(len(student_sizes(crops)) * batch, head.bottleneck, device=device())
+        self._student = torch.randn(len(crop_sizes(group for group in crops if group.student)) * batch, head.bottleneck, device=device())
         self._teacher = torch.randn(len(teacher_sizes(crops)) * batch, head.bottleneck, device=device())
 
     def __call__(self) -> Tensor:

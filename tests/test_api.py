@@ -276,7 +276,7 @@ def test_a_recipe_of_python_values_is_that_of_their_text():
         (lambda: dino_ds.embed("vit", []), ConfigError, "root is an empty list: give paths"),
         (lambda: dino_ds.embed("vit", [3]), ConfigError, "a list with a int"),
         (lambda: dino_ds.embed("vit", ["a\nb"]), ConfigError, "a line break or a tab"),
-        (lambda: Run("oldd"), ConfigError, r"oldd is not a folder: give that of a run.*\. Did you mean old\?$"),
+        (lambda: Run("oldd"), ConfigError, r"oldd is not a folder: give that of a run.*\. Did you mean .*old\?$"),
         (lambda: Run("none/nope"), ConfigError, "is not a folder"),
         (
             lambda: Run("old").metrics,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from dino_ds.basics.names import did_you_mean
@@ -52,23 +51,6 @@ def by_name(path: str) -> Any:
     """Import an object MODULE:NAME of dino_ds that not every run needs."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"dino_ds.{module}"), name)
-
-
-@contextmanager
-def explaining_interrupted(*packages: str) -> Iterator[None]:
-    """Wrap an import of `packages`. Raises ConfigError if it fails because an earlier import in this process was
-    interrupted: Python then keeps submodules of a package that is not imported itself."""
-    absent = [package for package in packages if package not in sys.modules]
-    interrupted = [package for package in absent if any(name.startswith(f"{package}.") for name in sys.modules)]
-    try:
-        yield
-    except Exception as error:
-        if interrupted:
-            raise ConfigError(
-                f"the import of {interrupted[0]} was interrupted in this process, and can't be taken up "
-                f"({one_line(error, 80)}): start Python anew, or in a notebook restart the kernel"
-            ) from None
-        raise
 
 
 def default_dtype() -> Any:

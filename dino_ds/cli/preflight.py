@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.own_code import explaining_interrupted
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run
@@ -83,11 +82,9 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
 
 
 def check_torchvision() -> None:
-    """Raises ConfigError if torchvision was built for another torch, which would be a cryptic error when it loads, or
-    if an import of one of the two was interrupted in this process."""
+    """Raises ConfigError if torchvision was built for another torch, which would be a cryptic error when it loads."""
     try:
-        with explaining_interrupted("torch", "torchvision"):
-            import torchvision  # noqa: F401
+        import torchvision  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
     except (RuntimeError, ImportError, OSError) as error:

@@ -133,11 +133,6 @@ def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:
     return [group.size for group in groups for _ in range(group.count)]
 
 
-def student_sizes(groups: Iterable[CropGroup]) -> list[int]:
-    """The size of every crop that the student sees."""
-    return crop_sizes(group for group in groups if group.student)
-
-
 def teacher_sizes(groups: Iterable[CropGroup], teacher: str = EMA) -> list[int]:
     """The size of every crop that a teacher sees."""
     return crop_sizes(group for group in groups if teacher in group.teachers)

@@ -7,17 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dino_ds.basics.own_code import explaining_interrupted
-
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON.
-
-    Raises ConfigError if an earlier import of DeepSpeed was interrupted.
-    """
+    """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON."""
     first = "deepspeed" not in sys.modules
     quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
-    with quiet, _without_mlflow(), explaining_interrupted("deepspeed"):
+    with quiet, _without_mlflow():
         import deepspeed
     return deepspeed
 

@@ -156,7 +156,7 @@ def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
         (["{broken}"], "none of the 20 images looked at can be read"),
         (["{seven}", "--gpu", "409"], "Did you mean rtx4090-24g?"),
         (["{seven}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
-        (["--data.root", "{seven}"], "give it without a name: dino-ds advise"),
+        (["--data.root", "{seven}"], "write --root"),
         (["{seven}", "--workers", "3"], "--workers: unknown option: leave it out"),
     ],
 )
