@@ -66,7 +66,9 @@ class LossAlone:
             Prototypes(head.bottleneck, head.prototypes, head.learned_lengths, head.free_prototypes).to(device())
             for _ in range(2)
         )
-        self._student = torch.randn(len(crop_sizes(group for group in crops if group.student)) * batch, head.bottleneck, device=device())
+        self._student = torch.randn(
+            len(crop_sizes(group for group in crops if group.student)) * batch, head.bottleneck, device=device()
+        )
         self._teacher = torch.randn(len(teacher_sizes(crops)) * batch, head.bottleneck, device=device())
 
     def __call__(self) -> Tensor:
