@@ -13,7 +13,7 @@ from tests.planning.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 
-WINDOWS, BATCH = 6, 8
+WINDOWS, BATCH = 4, 8
 SNAPSHOT = {"gram__start": "1 steps", "gram__refresh_every": "2 steps", "gram__refreshes": "1"}
 """It is taken before the second step and replaced before the fourth."""
 
@@ -53,10 +53,10 @@ def references():
 
 
 def test_the_snapshot_is_taken_and_replaced_when_it_should(references):
-    """The first of six steps has no Gram loss; then the teacher is the EMA teacher of the second, and from the
+    """The first of four steps has no Gram loss; then the teacher is the EMA teacher of the second, and from the
     fourth step on that of the fourth."""
     losses, _, gram, before = references["fp32"]
-    assert [loss["gram"] > 0 for loss in losses] == [False] + [True] * 5
+    assert [loss["gram"] > 0 for loss in losses] == [False] + [True] * 3
     assert all(torch.equal(gram[name], before[3][name]) for name in gram)
     assert max_difference(before[3], before[1]) > 1e-4
 
