@@ -29,7 +29,7 @@ CHANGES = {
 
 
 def _steps(name: str, stage: int, backend: str) -> tuple[list[float], list[int], dict[str, int]]:
-    """Losses of three steps, graphs of Dynamo after each, and its graph breaks; without `backend` nothing is compiled."""
+    """Losses of three steps, graphs of Dynamo after each, and graph breaks; without `backend` nothing is compiled."""
     torch._dynamo.reset()
     counters.clear()
     recipe = load_recipe(name, TINY | CHANGES)
