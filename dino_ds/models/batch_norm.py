@@ -1,8 +1,8 @@
 """BatchNorm on any device with statistics over all ranks, whose running averages count each batch once.
 
-torch's SyncBatchNorm runs on GPUs only and waits for the device at every layer. Here statistics and arithmetic are FP32
-whatever the precision of the network, and the recomputation of activation checkpointing leaves the running averages
-alone.
+torch's SyncBatchNorm runs on GPUs only and waits for the device at every layer; only its kernels are used. Here
+statistics and arithmetic are FP32 whatever the precision of the network, and the recomputation of activation
+checkpointing leaves the running averages alone.
 Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of ranks are combined as in Chan et al. 1979.
 """
 
@@ -67,7 +67,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             self.num_batches_tracked.add_(1)
         if ranks == 1:
             return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
-        out, batch_mean, batch_var = _Synced.apply(x, weight, bias, self.eps)
+        out, batch_mean, batch_var = _function_for(x).apply(x, weight, bias, self.eps)
         if mean is not None and var is not None:
             mean.lerp_(batch_mean, momentum)
             var.lerp_(batch_var, momentum)
@@ -93,8 +93,7 @@ class _Synced(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = [0, *range(2, x.ndim)]
-        values = x.float()
-        var, mean = torch.var_mean(values, dims, correction=0)
+        var, mean = torch.var_mean(x.float(), dims, correction=0)
         means, variances = _of_all_ranks(mean, var)
         mean = means.mean(0)
         var = (variances + (means - mean).square()).mean(0)
@@ -106,7 +105,7 @@ class _Synced(torch.autograd.Function):
         factor = scale if weight is None else scale * weight
         shift = -mean * factor if bias is None else bias - mean * factor
         shape = _channels(x)
-        out = torch.addcmul(shift.view(shape), values, factor.view(shape)).to(x.dtype)
+        out = torch.addcmul(shift.view(shape), x.float(), factor.view(shape)).to(x.dtype)
         return out, mean, unbiased
 
     @staticmethod
@@ -129,6 +128,44 @@ class _Synced(torch.autograd.Function):
         return grad_x, of_weight, of_bias, None
 
 
+class _SyncedOnGpu(torch.autograd.Function):
+    """`_Synced` with the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read the
+    mask, the host would wait for the device. Not verified on a GPU.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = _dense(x)
+        means, scales = _of_all_ranks(*torch.batch_norm_stats(x, eps))
+        counts = means.new_full((len(means),), x.numel() // x.shape[1])
+        batch_mean, batch_var = torch.zeros_like(means[0]), torch.zeros_like(means[0])  # averages of momentum 1
+        mean, scale = torch.batch_norm_gather_stats_with_counts(
+            x, means, scales, batch_mean, batch_var, 1.0, eps, counts
+        )
+        ctx.save_for_backward(x, weight, mean, scale, counts.int())
+        ctx.mark_non_differentiable(batch_mean, batch_var)
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps), batch_mean, batch_var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight, mean, scale, counts = ctx.saved_tensors
+        grad, affine = _dense(grad), weight is not None
+        shift, slope, of_weight, of_bias = torch.batch_norm_backward_reduce(
+            grad, x, mean, scale, weight, True, affine, affine
+        )
+        every = torch.stack((shift, slope))
+        dist.all_reduce(every)
+        grad_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, every[0], every[1], counts)
+        return (grad_x, of_weight, of_bias, None) if affine else (grad_x, None, None, None)
+
+
+def _function_for(x: Tensor) -> type[torch.autograd.Function]:
+    return _SyncedOnGpu if x.is_cuda else _Synced
+
+
 def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Gather two tensors (c,) from all ranks -> (ranks, c) each."""
     local, ranks = torch.cat((first, second)), distributed.world_size()
@@ -136,6 +173,10 @@ def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     dist.all_gather_into_tensor(every, local)
     firsts, seconds = every.view(ranks, 2, -1).unbind(1)
     return firsts, seconds
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
 
 
 def _channels(x: Tensor) -> list[int]:

@@ -205,7 +205,9 @@ def _compiled():
     for mode in ("off", "default"):
         torch._dynamo.reset()
         recipe = cnn_recipe("resnet", crops__num_local="0")
-        with mock.patch.object(Backbone, "compile_segments", lambda self: compile_segments(self, "aot_eager")):
+        with mock.patch.object(
+            Backbone, "compile_segments", lambda self, mode: compile_segments(self, backend="aot_eager")
+        ):
             step = build(recipe, 2, dino_ds={"compile": mode}, activation_checkpointing={})
         found.append(train(recipe, step, 0, 2))
     return found

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
+from dino_ds.models import batch_norm
 from dino_ds.models.batch_norm import BatchNorm, again, batch_norms, use_own_batch_norm
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.head import DinoHead
@@ -91,26 +94,32 @@ def test_statistics_of_a_low_precision_network_are_fp32(dtype):
     torch.testing.assert_close(ours[0].running_var, theirs[0].running_var, rtol=1e-6, atol=1e-6)
 
 
-def _one_rank(kind):
+def _one_rank(kind, by_gpu_kernels=False, dtype=torch.float32):
     """Two training passes and one in evaluation of this rank's part of the joint batches."""
     _, ours = _pair(kind)
     rank, ranks = distributed.rank(), distributed.world_size()
+    kernels = mock.patch.multiple(torch, **_SLOW_KERNELS) if by_gpu_kernels else nullcontext()
+    function = batch_norm._SyncedOnGpu if by_gpu_kernels else batch_norm._Synced
     found = []
-    for mode in (True, True, False):
-        weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
-        x = _inputs(KINDS[kind][1])[0].chunk(ranks)[rank].clone().requires_grad_()
-        out = ours.train(mode)(x)
-        ours.zero_grad()
-        (out * weights.chunk(ranks)[rank]).sum().backward()
-        found.append([out.detach(), x.grad, *(p.grad.clone() for p in ours.parameters())])
+    with kernels, mock.patch.object(batch_norm, "_function_for", return_value=function):
+        for mode in (True, True, False):
+            weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
+            x = _inputs(KINDS[kind][1])[0].to(dtype).chunk(ranks)[rank].clone().requires_grad_()
+            out = ours.train(mode)(x)
+            ours.zero_grad()
+            (out.float() * weights.chunk(ranks)[rank]).sum().backward()
+            found.append([out.detach(), x.grad, *(p.grad.clone() for p in ours.parameters())])
     return found, copied(ours.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["rows", "sequences", "no averages", "timm"])
-def test_two_ranks_equal_one_process_on_the_joint_batch(kind):
-    """1e-5: sums in another order, over deviations that are not small beside the means."""
+@pytest.mark.parametrize(
+    ("kind", "by_gpu_kernels"), [("sequences", False), ("no averages", False), ("timm", False), ("rows", True)]
+)
+def test_two_ranks_equal_one_process_on_the_joint_batch(kind, by_gpu_kernels):
+    """1e-5: sums in another order, over deviations that are not small beside the means. The path of GPUs with slow
+    copies of torch's kernels, which run there alone: what goes into them and what comes out, not the kernels."""
     (whole, whole_state), *_ = [_one_rank(kind)]
-    ranks = run_on_ranks(_one_rank, kind)
+    ranks = run_on_ranks(_one_rank, kind, by_gpu_kernels)
     close = {"rtol": 1e-5, "atol": 1e-5}
     for i, (out, grad, *of_parameters) in enumerate(whole):
         if kind == "no averages" and i == 2:
@@ -123,6 +132,70 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(kind):
     for _, state in ranks:
         for name, tensor in whole_state.items():
             torch.testing.assert_close(state[name], tensor, **close)
+
+
+def _stats(x, eps):
+    dims = [0, *range(2, x.ndim)]
+    return x.float().mean(dims), (x.float().var(dims, correction=0) + eps).rsqrt()
+
+
+def _gather(x, means, scales, running_mean, running_var, momentum, eps, counts):
+    counts, total = counts[:, None], counts.sum()
+    mean = (means * counts).sum(0) / total
+    var = ((scales**-2 - eps + (means - mean) ** 2) * counts).sum(0) / total
+    running_mean.lerp_(mean, momentum)
+    running_var.lerp_(var * total / (total - 1), momentum)
+    return mean, (var + eps).rsqrt()
+
+
+def _elemt(x, weight, bias, mean, scale, eps):
+    shape = [1, -1, *[1] * (x.ndim - 2)]
+    out = (x - mean.view(shape)) * scale.view(shape)
+    return out if weight is None else out * weight.view(shape) + bias.view(shape)
+
+
+def _reduce(grad, x, mean, scale, weight, input_g, weight_g, bias_g):
+    dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+    slope = (grad * (x - mean.view(shape))).sum(dims)
+    return grad.sum(dims), slope, slope * scale, grad.sum(dims)
+
+
+def _backward_elemt(grad, x, mean, scale, weight, sum_dy, sum_dy_xmu, counts):
+    shape, total = [1, -1, *[1] * (x.ndim - 2)], counts.sum()
+    centered = (x - mean.view(shape)) * (scale**2 * sum_dy_xmu / total).view(shape)
+    return (grad - (sum_dy / total).view(shape) - centered) * (scale * weight).view(shape)
+
+
+_SLOW_KERNELS = {
+    "batch_norm_stats": _stats,
+    "batch_norm_gather_stats_with_counts": _gather,
+    "batch_norm_elemt": _elemt,
+    "batch_norm_backward_reduce": _reduce,
+    "batch_norm_backward_elemt": _backward_elemt,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
+    """Of ranks that all have the same batch, in a group that is played; on a GPU by its own kernels."""
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda every, own: every.copy_(own.repeat(ranks)))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(ranks))
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    for name, kernel in _SLOW_KERNELS.items() if where == "cpu" else ():
+        monkeypatch.setattr(torch, name, kernel)
+    for shape, layout in (((6, 5), None), ((6, 5, 4, 4), None), ((6, 5, 4, 4), torch.channels_last)):
+        x = _inputs(shape)[0].to(where, memory_format=layout or torch.contiguous_format).requires_grad_()
+        weight, bias = (torch.linspace(0.5, end, 5, device=where).requires_grad_() for end in (1.5, 2.5))
+        direction = torch.linspace(-1, 1, x.numel(), device=where).view(shape)
+        mean, var = torch.zeros(5, device=where), torch.ones(5, device=where)
+        out, own_mean, own_var = batch_norm._SyncedOnGpu.apply(x, weight, bias, 1e-5)
+        found = out, *torch.autograd.grad(out, (x, weight, bias), direction)
+        plain = F.batch_norm(torch.cat([x] * ranks), mean, var, weight, bias, True, 1.0, 1e-5)
+        wanted = torch.autograd.grad(plain, (x, weight, bias), torch.cat([direction] * ranks))
+        wanted = plain[: len(x)], *(gradient / ranks for gradient in wanted)
+        for ours, theirs in zip((*found, own_mean, own_var), (*wanted, mean, var), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # FP32 sums in another order
 
 
 def _recomputed():
