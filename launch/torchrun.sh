@@ -1,5 +1,6 @@
 #!/bin/sh
-# All GPUs of one machine, through torchrun. Edit the lines on top; further options are passed on to train.
+# All GPUs of one machine, through torchrun, which starts them again after a failure. Edit the lines on top; further
+# options are passed on to train.
 GPUS=8
 DATA=/images                          # any folder tree of images
 RUN=runs/mine                         # checkpoints, metrics, teacher
@@ -7,5 +8,5 @@ RECIPE=vits16                         # dino_ds/recipes, or your YAML file
 DS_CONFIG=ds_configs/zero2_bf16.json
 
 cd "$(dirname "$0")/.." || exit 1
-exec dino-ds launch --launcher torchrun --ranks "$GPUS" --max_restarts 3 -- \
+exec torchrun --standalone --nproc_per_node "$GPUS" --max_restarts 3 dino_ds/train.py \
     --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@"

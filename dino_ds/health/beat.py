@@ -12,32 +12,29 @@ PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
 STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
 """Why a monitor process asks its rank to stop."""
-_MESSAGE_BYTES = 3968
 
 
 class Beat(ctypes.Structure):
     """One rank's progress, in words of 8 bytes, each written and read atomically.
 
     moves: how often the phase, the step or its part has changed; ranks do the same things in the same order, so the
-    rank with the fewest moves is behind. step: optimizer steps done. code, message: exit code and reason of the end.
-    warm: the first step, with its longer time limit, is done. listed: the monitor may write this rank's heartbeat
-    into the run folder. left: the rank no longer needs its monitor.
+    rank with the fewest moves is behind. step: optimizer steps done. warm: the first step, with its longer time limit,
+    is done. listed: the monitor may write this rank's heartbeat into the run folder. left: the rank no longer needs its
+    monitor.
     """
 
     moves: int
     ticks: int
     step: int
-    code: int
     warm: int
     listed: int
     left: int
-    message: bytes
     _phase: int
     _part: int
     _stop_reason: int
     _end: int
-    _words = ("moves", "ticks", "step", "code", "warm", "listed", "left", "_phase", "_part", "_stop_reason", "_end")
-    _fields_ = [*((name, ctypes.c_uint64) for name in _words), ("message", ctypes.c_char * _MESSAGE_BYTES)]
+    _words = ("moves", "ticks", "step", "warm", "listed", "left", "_phase", "_part", "_stop_reason", "_end")
+    _fields_ = [(name, ctypes.c_uint64) for name in _words]
     descriptor: int
 
     @classmethod
@@ -67,11 +64,9 @@ class Beat(ctypes.Structure):
         """Note progress inside a phase; ranks may have different numbers of ticks."""
         self.ticks += 1
 
-    def end(self, how: str, code: int, message: str) -> None:
+    def end(self, how: str) -> None:
         """Note that the rank is about to end, as one of ENDS; only the first call counts."""
-        if not self._end:
-            self.message, self.code = message.encode()[: _MESSAGE_BYTES - 1], code
-            self._end = ENDS.index(how)
+        self._end = self._end or ENDS.index(how)
 
     def request_stop(self, reason: str) -> None:
         """Ask the rank to stop at its next step, for one of STOP_REASONS; called by the monitor."""
@@ -93,8 +88,3 @@ class Beat(ctypes.Structure):
     @property
     def ended(self) -> str:
         return ENDS[self._end]
-
-    @property
-    def last_words(self) -> tuple[int, str]:
-        """Exit code and message of the end."""
-        return self.code, self.message.decode(errors="replace")

@@ -11,17 +11,12 @@ NO_KL = 0.01
 WINDOWS = 10
 """Consecutive lines of metrics before the alarm: a single batch may come near either bound."""
 _HINTS = {
-    "one prototype": "the targets are too sharp for the center to keep up: raise objective.teacher_temp, lower "
-    "objective.center_momentum or optimizer.lr",
-    "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
-    "one feature": "lower optimizer.lr, lengthen optimizer.warmup or raise data.global_batch",
+    "one prototype": "lower optimizer.lr or raise objective.teacher_temp; with Sinkhorn-Knopp raise data.global_batch, "
+    "else lower objective.center_momentum",
+    "uniform": "lower optimizer.lr; with Sinkhorn-Knopp raise objective.koleo_weight or lengthen optimizer.warmup, "
+    "else lower objective.teacher_temp (DINO: 0.04 to 0.07)",
 }
-_BALANCED_HINTS = {
-    "one prototype": "Sinkhorn-Knopp balances only rows that differ, and many of them: raise data.global_batch or "
-    "objective.teacher_temp, lower optimizer.lr",
-    "uniform": "the teacher's outputs are all alike: lower optimizer.lr, raise objective.koleo_weight or lengthen "
-    "optimizer.warmup",
-}
+_SPREAD_HINT = "lower optimizer.lr, lengthen optimizer.warmup or raise data.global_batch"
 
 
 class _Alarm:
@@ -32,17 +27,12 @@ class _Alarm:
         self._windows, self._kind = 0, ""
         self.on = False
 
-    def _report(self, kind: str, began: str, over: str) -> str:
-        """Count a line of metrics of this kind; returns `began` if the alarm starts, `over` if it ends, else ""."""
+    def _report(self, step: int, kind: str, symptom: str) -> str:
+        """Count a line of metrics with a symptom of this kind; returns the alarm's line if the alarm starts, else ""."""
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
-        self._kind = kind
-        if not kind and self.on:
-            self.on = False
-            return over
-        if self.on or self._windows < WINDOWS:
-            return ""
-        self.on = True
-        return began
+        self._kind, was_on = kind, self.on
+        self.on = bool(kind) and (was_on or self._windows >= WINDOWS)
+        return f"collapse after step {step}: {symptom}" if self.on and not was_on else ""
 
 
 class CollapseAlarm(_Alarm):
@@ -52,35 +42,28 @@ class CollapseAlarm(_Alarm):
     -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
     targets are normal before the end of the learning rate's warm-up.
 
-    rows: what has one target each, an image or a patch. balanced: Sinkhorn-Knopp makes the targets; equal rows get
-    uniform ones, and so a constant output shows as uniform targets.
+    Sinkhorn-Knopp gives equal rows uniform targets, and so a constant output shows as these.
+
+    rows: what has one target each, an image or a patch.
     """
 
-    def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image", balanced: bool = False) -> None:
+    def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
         super().__init__()
-        self._most, self._rows, self._balanced = math.log(prototypes), rows, balanced
-        self._warmup_steps = warmup_steps
+        self._most, self._rows, self._warmup_steps = math.log(prototypes), rows, warmup_steps
 
     def look(self, step: int, entropy: float, kl: float) -> str:
-        """The alarm's line when it starts or ends, else "". Entropy and KL in nats are means since the last line of
-        metrics."""
-        kind = self._kind_of(step, entropy, kl)
-        whose = "" if self._rows == "image" else f" for every {self._rows}"
-        over = f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
-        hints = _HINTS | _BALANCED_HINTS if self._balanced else _HINTS
-        began = (
-            f"collapse after step {step}: the teacher gives every {self._rows} the same target ({kind}; entropy "
-            f"{entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, for {WINDOWS} lines; DINO, figure 7); "
-            f"{hints.get(kind)}"
+        """The alarm's line when it starts, else "". Entropy and KL in nats are means since the last line of metrics."""
+        kind = ""
+        if abs(kl) < NO_KL * self._most:
+            if entropy < NEAR * self._most:
+                kind = "one prototype"
+            elif entropy > (1 - NEAR) * self._most and step > self._warmup_steps:
+                kind = "uniform"
+        symptom = (
+            f"the teacher gives every {self._rows} the same target ({kind}; entropy {entropy:.3f} of {self._most:.3f} "
+            f"nats, KL {kl:.4f}; DINO, figure 7); {_HINTS.get(kind)}"
         )
-        return self._report(kind, began, over)
-
-    def _kind_of(self, step: int, entropy: float, kl: float) -> str:
-        if not abs(kl) < NO_KL * self._most:
-            return ""
-        if entropy < NEAR * self._most:
-            return "one prototype"
-        return "uniform" if entropy > (1 - NEAR) * self._most and step > self._warmup_steps else ""
+        return self._report(step, kind, symptom)
 
 
 class SpreadAlarm(_Alarm):
@@ -92,9 +75,7 @@ class SpreadAlarm(_Alarm):
         self._name, self._warmup_steps = name, warmup_steps
 
     def look(self, step: int, spread: float) -> str:
-        """The alarm's line when it starts or ends, else "". `spread` is the mean since the last line of metrics."""
+        """The alarm's line when it starts, else "". `spread` is the mean since the last line of metrics."""
         kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
-        measured = f"{self._name} {spread:.3f} of 1"
-        alike = f"the student gives every image the same feature ({measured}, for {WINDOWS} lines)"
-        began = f"collapse after step {step}: {alike}; {_HINTS.get(kind)}"
-        return self._report(kind, began, f"collapse after step {step}: over; {measured}")
+        symptom = f"the student gives every image the same feature ({self._name} {spread:.3f} of 1); {_SPREAD_HINT}"
+        return self._report(step, kind, symptom)

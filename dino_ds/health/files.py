@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dino_ds.basics.durable import append_whole
-from dino_ds.errors import NO_SPACE
+from dino_ds.basics.durable import append_whole, discard
 
 T = TypeVar("T")
 LIMIT_SECONDS = 5.0
@@ -68,24 +65,15 @@ class Disk:
 
 
 def create_exclusively(path: Path, text: str) -> bool:
-    """Create `path` with all its text at once; returns False if another process or host was faster. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    """Create `path` with this text; returns False if another process or host was faster. Raises OSError."""
     try:
-        temporary.write_text(text)
-        os.link(temporary, path)
+        with path.open("x") as file:  # a reader may see it empty for a moment
+            file.write(text)
     except FileExistsError:
         return False
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise
-        try:
-            with path.open("x") as file:  # on a disk without hard links; a reader may see it empty for a moment
-                file.write(text)
-        except FileExistsError:
-            return False
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    except OSError:
+        discard(path)
+        raise
     return True
 
 
@@ -93,6 +81,13 @@ def append_line(path: Path, text: str) -> None:
     """Append a line in one write, so that lines of several processes don't mix. Does nothing if that fails."""
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         append_whole(file.fileno(), f"{text}\n".encode())
+
+
+def log_event(run_dir: Path, event: Event) -> None:
+    """Append an event to log.txt and events.jsonl of a run that has a log."""
+    if (run_dir / "log.txt").exists():
+        append_line(run_dir / "log.txt", stamped(event))
+        append_line(run_dir / "events.jsonl", event.record)
 
 
 def now() -> str:

@@ -52,7 +52,6 @@ class RunLock:
         try:
             self._make_folder()
             for _ in range(_TRIES):
-                self._check_kind()
                 with self._alone():
                     if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
                         return note
@@ -64,21 +63,18 @@ class RunLock:
             raise ConfigError(
                 f"run folder {self.run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
             ) from None
-        raise ConfigError(f"{self._path} comes and goes: several jobs fight for it; give each its own --run_dir")
+        raise ConfigError(
+            f"{self._path} is not the lock of a run, which is a file, or several jobs fight for it: remove it, or give "
+            "each its own --run_dir"
+        )
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let in one process of this machine at a time, after a second all; on a disk without locks, all at once."""
+        """Let in one process of this machine at a time; on a disk without locks, all at once."""
         folder = os.open(self.run_dir, os.O_RDONLY)
         try:
-            for _ in range(_TRIES):
-                try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(1 / _TRIES)
-                except OSError:
-                    break
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
             yield
         finally:
             os.close(folder)
@@ -88,7 +84,6 @@ class RunLock:
 
         A rank > 0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone.
         """
-        self._check_kind()
         text, holder = self._read(), self.holder()
         if text is None or (rank and holder is not None and holder.machine != machine()):
             return
@@ -131,11 +126,6 @@ class RunLock:
                 folder.mkdir()
                 self._made.append(folder)
 
-    def _check_kind(self) -> None:
-        """Raise ConfigError if the lock's path is something else than a file."""
-        if os.path.lexists(self._path) and not os.path.isfile(self._path) and os.path.lexists(self._path):
-            raise ConfigError(f"{self._path} is not the lock of a run, which is a file: remove or rename it")
-
     def _read(self) -> str | None:
         try:
             return self._path.read_text()
@@ -151,31 +141,26 @@ class RunLock:
             living, gone = Process(holder.pid, holder.ticks).alive, ""
         else:
             living = age < STALE_SECONDS
-            gone = f"; if {holder.host} is gone, it is free in {min(STALE_SECONDS, STALE_SECONDS - age):.0f} s"
+            gone = f"; if {holder.host} is gone, it is free in {STALE_SECONDS - age:.0f} s"
         if not living:
             return ""
         return (
-            f"{self.run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {max(age, 0):.0f} s ago): "
+            f"{self.run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {age:.0f} s ago): "
             f"stop that run, or give another --run_dir{gone}"
         )
 
     def _age(self) -> float:
         """Seconds since the lock was touched, by the clock of the disk, which several machines share."""
-        try:
-            touched = self._path.stat().st_mtime
-        except OSError:
-            return 0.0
         probe = self._path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
-        try:
+        now = time.time()
+        with contextlib.suppress(OSError):
             probe.touch()
             now = probe.stat().st_mtime
             probe.unlink()
+        try:
+            return abs(now - self._path.stat().st_mtime)  # in the future: a clock was wrong
         except OSError:
-            now = time.time()
-        if touched > now:
-            with contextlib.suppress(OSError):  # a clock was wrong: the lock ages unless its holder touches it
-                os.utime(self._path, (now, now))
-        return now - touched
+            return 0.0
 
     def _remove_stale(self) -> str:
         """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running.

@@ -19,7 +19,7 @@ from dino_ds.errors import STOP_SIGNALS
 from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
-from dino_ds.health.processes import RankProcess, Standstill, death_of, launchers_above
+from dino_ds.health.processes import RankProcess, Standstill, death_of, launchers_of
 from dino_ds.health.records import (
     Failure,
     Heartbeat,
@@ -33,23 +33,17 @@ PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
 """Time for a rank to end by itself after another rank has failed."""
-_LONE_SECONDS = 5.0
-"""Time without progress, on top of twice its longest wait so far, after which a rank without a launcher is ended."""
 PEER_LOST = 6
 
 
 class MonitorArguments(NamedTuple):
-    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks.
-
-    ends_hangs: whether a hanging rank is ended; if not, each hang is reported once.
-    """
+    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks."""
 
     rank: int
     world_size: int
     pid: int
     run_dir: str
     hang_seconds: float
-    ends_hangs: bool
     started: float
     beat: int
     stacks: int
@@ -91,12 +85,8 @@ class SharedFolder:
         return path
 
     def give_back(self) -> None:
-        """Release the lock, and remove the heartbeats of this start if the folder holds no run."""
-        disk, folder = self.heartbeats.disk, self.heartbeats.folder
-        if disk.run(lambda: not self._lock.guards_a_run and folder.exists(), False):
-            time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason
-            disk.run(self.heartbeats.remove, None)
-        disk.run(self._lock.release, None)
+        """Release the lock."""
+        self.heartbeats.disk.run(self._lock.release, None)
 
 
 class MonitorProcess:
@@ -107,7 +97,7 @@ class MonitorProcess:
         self._beat = Beat.shared(arguments.beat)
         self._standstill = Standstill(self._beat)
         self._rank = RankProcess(arguments.pid, self._beat, arguments.stacks)
-        self._launchers = launchers_above(arguments.pid, dict(os.environ))
+        self._launchers = launchers_of(dict(os.environ), arguments.pid)
         self._folder = SharedFolder(arguments, self._beat)
         self._terminal = Disk()  # the output may be a file on a disk that does not answer
 
@@ -123,34 +113,27 @@ class MonitorProcess:
             if self._beat.listed and now - published >= PUBLISH_SECONDS:
                 published = now
                 self._folder.exchange(self._heartbeat())
+            if not all(launcher.alive for launcher in self._launchers):
+                self._beat.request_stop("the end of the launcher")
             if self._folder.taken_over:
-                self._end_rank(self._folder.taken_over)
+                self._end_rank()
                 self._say(self._folder.taken_over)
-            elif self._is_abandoned():
-                self._end_rank("the launcher is gone, and no step came to its end", "launcher")
             elif self._folder.failure is not None:
                 self._follow(self._folder.failure)
             elif self._hangs():
                 self._handle_hang()
         self._after_the_end()
 
-    def _is_abandoned(self) -> bool:
-        """Whether the rank has lost its launcher, on which it is asked to save and stop, and makes no progress."""
-        if all(launcher.alive for launcher in self._launchers):
-            return False
-        self._beat.request_stop("the end of the launcher")
-        return self._beat.phase != "save" and self._standstill.seconds > _LONE_SECONDS + 2 * self._standstill.slowest
-
     def _follow(self, failure: Failure) -> None:
         """End the rank after the failure of another one, unless it ends in time by itself."""
         if not self._rank.is_gone(_GRACE_SECONDS) and not self._beat.ended:
             if failure.kind == "hang":
                 self._write_stacks()
-            self._end_rank(failure.message)
+            self._end_rank()
 
     def _hangs(self) -> bool:
         seconds, still = self._arguments.hang_seconds, self._standstill
-        return bool(seconds) and still.seconds > still.limit(seconds) and not still.reported
+        return bool(seconds) and still.seconds > still.limit(seconds)
 
     def _handle_hang(self) -> None:
         """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
@@ -162,13 +145,9 @@ class MonitorProcess:
             time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
             behind = self._folder.heartbeats.behind(self._arguments.world_size)
         message = describe_hang(behind, heartbeat, seconds, stacks)
-        if self._standstill.moved():
-            return
-        if self._arguments.ends_hangs:
-            self._end_rank(message, "hang")
-        else:
-            self._standstill.reported = True
-            self._say(f"{message}; {self._checkpoint}", "warning")
+        if not self._standstill.moved():
+            self._end_rank()
+            self._report("hang", message)
 
     def _write_stacks(self) -> Path:
         where = f"step {self._beat.step}, {self._beat.phase}, {self._beat.where}"
@@ -179,41 +158,34 @@ class MonitorProcess:
         about, beat = self._arguments, self._beat
         who = (about.rank, socket.gethostname(), about.pid, about.started, time.time())
         progress = (beat.step, beat.phase, beat.where, beat.moves, round(self._standstill.seconds, 1))
-        return Heartbeat(*who, *progress, self._rank.stopped, beat.ended, *beat.last_words)
+        return Heartbeat(*who, *progress, self._rank.stopped, beat.ended)
 
-    def _end_rank(self, message: str, kind: str = "") -> None:
-        """End the rank, then report its failure as `kind` ("" if it was reported): reporting needs the disk."""
-        message = f"{message}; {self._checkpoint}" if kind else message
-        self._beat.end("error", PEER_LOST, message)
+    def _end_rank(self) -> None:
+        """End the rank; only then is its failure reported, which needs the disk."""
+        self._beat.end("error")
         self._rank.end()
-        if kind:
-            self._report(kind, message)
 
     def _report(self, kind: str, message: str) -> None:
         """Report a failure, unless another rank or its monitor has reported one before.
 
         If the disk does not answer, monitors can't agree which of them reports: each does.
         """
+        message = f"{message}; {last_checkpoint(Path(self._arguments.run_dir))}"
         failure = Failure(self._arguments.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
         if not self._beat.listed or self._folder.heartbeats.claim(failure) is not False:
             self._say(message)
 
-    @property
-    def _checkpoint(self) -> str:
-        return last_checkpoint(Path(self._arguments.run_dir))
-
-    def _say(self, message: str, kind: str = "error") -> None:
-        self._terminal.run(lambda: print(f"dino_ds: {kind}: {message}", file=sys.stderr, flush=True), None)
+    def _say(self, message: str) -> None:
+        self._terminal.run(lambda: print(f"dino_ds: error: {message}", file=sys.stderr, flush=True), None)
 
     def _after_the_end(self) -> None:
         """Publish how the rank has ended; the monitor of rank 0 gives the run folder back."""
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
-            how = describe_death(f"rank {arguments.rank}", death_of(arguments.pid), beat.step, beat.where)
-            message = f"{how}; {self._checkpoint}"
+            how = death_of(arguments.pid)
             if beat.listed:
-                self._report("died", message)
-            beat.end("error", PEER_LOST, message)
+                self._report("died", describe_death(f"rank {arguments.rank}", how, beat.step, beat.where))
+            beat.end("error")
         if beat.listed:
             self._folder.heartbeats.publish(self._heartbeat())
         if arguments.rank == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import signal
@@ -22,16 +21,7 @@ PATIENCE = 3
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
 _STACKS_SECONDS = 2.0
-_LAUNCHERS = ("deepspeed", "torchrun", "torchrun.py", "dino-ds", "ds")
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "su", "sudo", "sshd", "screen", "tmux: server")
-_LAUNCHER_MODULES = (
-    "deepspeed.launcher.launch",
-    "deepspeed.launcher.runner",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "dino_ds",
-    "dino_ds.cli.main",
-)
 
 
 class Process(NamedTuple):
@@ -100,47 +90,29 @@ def death_by(number: int) -> str:
     return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"by signal {number}"
 
 
-def launchers_above(pid: int, environment: dict[str, str]) -> list[Process]:
-    """Processes that `pid`, with this environment, must not outlive, nearest first.
-
-    These are its ancestors that are launchers by name, a rank's parent unless that is a shell (a shell may end and
-    leave its jobs running), and the supervisor.
-    """
+def launchers_of(environment: dict[str, str], pid: int) -> list[Process]:
+    """Processes that rank `pid`, with this environment, must not outlive: its parent, unless that is a shell, which may
+    end and leave its jobs running, and the supervisor."""
     launchers: list[Process] = []
     with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
-        above = psutil.Process(pid).parent()
-        while above is not None and above.pid != 1:
-            is_parent = not launchers and "RANK" in environment and above.name() not in _SHELLS
-            if not (is_parent or _is_launcher(above.cmdline())):
-                break
-            launchers.append(find_process(above.pid))
-            above = above.parent()
+        parent = psutil.Process(pid).parent()
+        if parent is not None and parent.pid != 1 and "RANK" in environment and parent.name() not in _SHELLS:
+            launchers.append(find_process(parent.pid))
     supervisor = [int(part) for part in environment.get(SUPERVISOR, "").split(".") if part.isdecimal()]
     return [*launchers, Process(*supervisor)] if len(supervisor) == 2 else launchers
 
 
-def _is_launcher(words: list[str]) -> bool:
-    names = {os.path.basename(word) for word in words[:3]}
-    modules = {module for flag, module in itertools.pairwise(words) if flag == "-m"}
-    return bool(names & set(_LAUNCHERS)) or bool(modules & set(_LAUNCHER_MODULES))
-
-
 class Standstill:
-    """How long a rank has made no progress: `seconds` since `moves`, its counts (moves, ticks), last changed.
-
-    slowest: the longest wait for a move on a step so far; reported: whether this standstill was reported.
-    """
+    """How long a rank has made no progress: `seconds` since `moves`, its counts (moves, ticks), last changed."""
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
-        self.moves, self.seconds, self.slowest, self.reported = (-1, 0), 0.0, 0.0, False
+        self.moves, self.seconds = (-1, 0), 0.0
 
     def add(self, seconds: float) -> None:
         """Look at the rank again, `seconds` after the last look."""
         if self.moved():
-            if self._beat.warm and self._beat.phase in ("data", "step"):
-                self.slowest = max(self.slowest, self.seconds)
-            self.moves, self.seconds, self.reported = (self._beat.moves, self._beat.ticks), 0.0, False
+            self.moves, self.seconds = (self._beat.moves, self._beat.ticks), 0.0
         else:
             self.seconds += seconds
 

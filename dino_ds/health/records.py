@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from dino_ds.basics.durable import discard, replacing
-from dino_ds.health.files import Disk, Event, append_line, create_exclusively, stamped
+from dino_ds.health.files import Disk, Event, create_exclusively, log_event
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone: its host or its monitor may be."""
-_UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Heartbeat:
     """One rank as its monitor last saw it.
 
     `step`: optimizer steps done. `where`: the phase, or the part of the step. `moves`: see `Beat`. `stopped`: by
-    SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error, with `code` and `message`.
+    SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error.
     """
 
     rank: int
@@ -42,13 +40,14 @@ class Heartbeat:
     seconds_since_progress: float
     stopped: bool = False
     ended: str = ""
-    code: int = 0
-    message: str = ""
+
+
+_HEARTBEAT = tuple(field.name for field in fields(Heartbeat))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a run, which ends all ranks. `kind`: error, died, hang, launcher or stopped."""
+    """The first failure of a run, which ends all ranks. `kind`: error, died, hang or stopped."""
 
     rank: int
     host: str
@@ -67,44 +66,25 @@ class Heartbeats:
 
     def __init__(self, run_dir: Path, of_next_start: bool = False) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
-        self._before = run_dir / "heartbeats.before"
         self._failure_path = self.folder / "first_failure.json"
-        self.prepared = False
         self.disk = Disk()
         # Its inode. The new start makes its folder while this one still exists, so the two inodes differ.
         self._old_folder = self.disk.run(lambda: self.folder.stat().st_ino, 0) if of_next_start else 0
 
     def prepare(self) -> None:
-        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError.
-
-        The folder of an earlier start is kept until `forget_earlier` or `bring_back_earlier`.
-        """
-        discard(self._before)
-        with contextlib.suppress(FileNotFoundError):
-            self.folder.rename(self._before)
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError:
-            self.bring_back_earlier()
-            raise
-        self.prepared = True
-
-    def forget_earlier(self) -> None:
-        discard(self._before)
-
-    def bring_back_earlier(self) -> None:
-        """Undo `prepare`, for a start that was refused."""
-        discard(self.folder)
-        with contextlib.suppress(OSError):
-            self._before.rename(self.folder)
+        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError."""
+        new = self._run_dir / "heartbeats.new"
+        discard(new)
+        new.mkdir(parents=True)
+        self.remove()
+        new.rename(self.folder)
 
     def remove(self) -> None:
         """Remove the folder, even if a monitor writes into it at this moment."""
-        for _ in range(5):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if not self.folder.exists():
-                return
-            time.sleep(0.05)
+        old = self._run_dir / "heartbeats.old"
+        with contextlib.suppress(OSError):
+            self.folder.rename(old)
+        discard(old)
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank:05d}.json"
@@ -126,7 +106,8 @@ class Heartbeats:
         heartbeats: list[Heartbeat] = []
         for path in sorted(self.folder.glob("rank_*.json")) if self._is_new() else []:
             with contextlib.suppress(*_UNREADABLE):
-                heartbeats.append(Heartbeat(**json.loads(path.read_text())))
+                values = json.loads(path.read_text())  # of earlier versions, with more keys
+                heartbeats.append(Heartbeat(**{name: values[name] for name in _HEARTBEAT}))
         return heartbeats
 
     def _is_new(self) -> bool:
@@ -145,9 +126,7 @@ class Heartbeats:
         if first:
             word = "stopped" if failure.kind == "stopped" else "error"
             event = Event(f"{word:<9}{failure.message}", "hang" if failure.kind == "hang" else word, step=failure.step)
-            if (self._run_dir / "log.txt").exists():  # the run has a log
-                append_line(self._run_dir / "log.txt", stamped(event))
-                append_line(self._run_dir / "events.jsonl", event.record)
+            log_event(self._run_dir, event)
         return first
 
     def first_failure(self) -> Failure | None:

@@ -45,13 +45,13 @@ def longest_wait(hang_seconds: float) -> float:
 class Watchdog:
     """Lets a monitor process watch this rank while the `with` block runs; `beat` holds its progress.
 
-    hang_seconds: see the recipe; 0: hangs are ignored. ends_hangs: whether hangs end the run or are only reported.
+    hang_seconds: see the recipe; 0: hangs are ignored.
     """
 
-    def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float, ends_hangs: bool = True) -> None:
+    def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> None:
         self.beat = Beat.shared()
         self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
-        job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, ends_hangs, time.time())
+        job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
         self._arguments = MonitorArguments(*job, beat=self.beat.descriptor, stacks=self._stacks.fileno())
         self._c = ctypes.CDLL(None)
         self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -115,7 +115,7 @@ class Failures:
             yield
         except SystemExit as stop:
             if stop.code == STOPPED:
-                self._beat.end("stopped", STOPPED, "")
+                self._beat.end("stopped")
                 raise
             error = RuntimeError(f"sys.exit({stop.code!r}) was called at step {self._beat.step}, before the end")
             self._claim(1, f"RuntimeError: {error}")
@@ -135,7 +135,7 @@ class Failures:
                 raise RuntimeError(f"{type(error).__name__} was raised at step {self._beat.step}") from error
             raise
         else:
-            self._beat.end("done", 0, "")
+            self._beat.end("done")
 
     def settle(self, error: UserError) -> None:
         """Decide which rank reports `error`; call it before the heartbeats are removed."""
@@ -158,7 +158,7 @@ class Failures:
 
     def _claim(self, code: int, message: str, kind: str = "error") -> bool | None:
         """Report this rank's end; returns whether it was the first, or None if ranks can't tell each other."""
-        self._beat.end(kind, code, message)
+        self._beat.end(kind)
         if not self._beat.listed:
             return None
         return self._heartbeats.claim(Failure(self._rank, socket.gethostname(), self._beat.step, kind, code, message))
@@ -168,7 +168,7 @@ class Failures:
         if failure is not None and failure.rank != self._rank:
             peer = PeerError(failure.message)
             peer.exit_code, peer.said_by_me = failure.code, False
-            self._beat.end("stopped" if failure.code == STOPPED else "error", failure.code, failure.message)
+            self._beat.end("stopped" if failure.code == STOPPED else "error")
             return peer
         reason = _first_line(error) or type(error).__name__
         beats = self._heartbeats.read()

@@ -1,4 +1,4 @@
-"""`dino-ds launch`: checks the machines, prints the command of DeepSpeed's launcher or torchrun, and supervises it."""
+"""`dino-ds launch`: checks the machines, starts DeepSpeed's launcher, and supervises it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.ports import find_free_port, port_is_free
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.errors import ConfigError
@@ -32,7 +30,7 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, plan.world_size)
     check_paths(plan, Path.cwd())
     build_command(plan)  # refuses what can't be forwarded
-    if not options.skip_checks:
+    if plan.hosts:
         _check(plan, train)
     for note in train["given"].notes:
         print(f"note     {note}", flush=True)
@@ -48,22 +46,18 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
 
 
 def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], resumes: bool) -> list[str]:
-    """The command of a start: `command`, or if it `resumes`, the same with --resume auto, on another port if its own is
-    taken and no other machine must know it."""
+    """The command of a start: `command`, or if it `resumes`, the same with --resume auto."""
     if not resumes:
         return command
-    plan = build_plan(options, (*_without(words, "--resume"), "--resume", "auto"))
-    if not plan.hosts and plan.options.nodes == 1 and not port_is_free(plan.master_port):
-        plan = replace(plan, master_port=find_free_port())
-    return build_command(plan)
+    return build_command(build_plan(options, (*_without_resume(words), "--resume", "auto")))
 
 
-def _without(words: Sequence[str], *names: str) -> list[str]:
-    """The words of a command line without these options and their values."""
+def _without_resume(words: Sequence[str]) -> list[str]:
+    """The words of a command line without --resume and its value."""
     kept, dropped = list[str](), False
     for word in words:
-        value, dropped = dropped and not word.startswith("-"), word in names
-        if not value and word.partition("=")[0] not in names:
+        value, dropped = dropped and not word.startswith("-"), word == "--resume"
+        if not value and word.partition("=")[0] != "--resume":
             kept.append(word)
     return kept
 

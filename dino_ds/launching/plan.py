@@ -20,7 +20,6 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.commands import LaunchOptions
 
 SCRIPT = CHECKOUT / "dino_ds" / "train.py"
-_TORCHRUN = CHECKOUT / "dino_ds" / "launching" / "torchrun.py"
 _PORT = 29500
 _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 """The hostfile that DeepSpeed's launcher reads if none is given."""
@@ -46,8 +45,8 @@ class LaunchPlan:
     """The processes of one launch and their machines.
 
     hosts: the machines and their slots in rank order, from `hostfile`; without them `ranks` processes run on this
-    machine, or with torchrun on each of --nodes machines. words: what follows `train` on the command line. devices:
-    GPUs by number if CUDA_VISIBLE_DEVICES chooses among this machine's.
+    machine. words: what follows `train` on the command line. devices: GPUs by number if CUDA_VISIBLE_DEVICES chooses
+    among this machine's.
     """
 
     options: LaunchOptions
@@ -59,66 +58,29 @@ class LaunchPlan:
     devices: tuple[int, ...] = ()
 
     @property
-    def uses_ssh(self) -> bool:
-        return bool(self.hosts)
-
-    @property
     def world_size(self) -> int:
-        if self.hosts:
-            return sum(len(host.slots) for host in self.hosts)
-        return self.ranks * self.options.nodes
+        return sum(len(host.slots) for host in self.hosts) if self.hosts else self.ranks
 
 
 def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     """The launch of `train` with `words`. Raises ConfigError for options that contradict each other or the hostfile."""
-    if options.master_port is not None and options.master_port > 65535:
-        raise ConfigError(f"--master_port {options.master_port} is not a port: 1 to 65535")
+    address, port = options.master_addr, options.master_port
+    if port is not None and port > 65535:
+        raise ConfigError(f"--master_port {port} is not a port: 1 to 65535")
     path = Path(options.hostfile) if options.hostfile is not None else None
-    if path is None and options.launcher == "deepspeed" and _DEEPSPEED_HOSTFILE.is_file():
+    if path is None and _DEEPSPEED_HOSTFILE.is_file():
         path = _DEEPSPEED_HOSTFILE
-    _check_combination(options, path)
-    hosts = _choose_hosts(options, path) if path else ()
-    ranks = options.ranks or max((len(host.slots) for host in hosts), default=0) or _gpus_or_one()
-    alone = not hosts and options.nodes == 1
-    if options.master_addr:
-        check_host_name(options.master_addr, "master_addr")
-    return LaunchPlan(
-        options,
-        words,
-        ranks,
-        master_port=options.master_port or (find_free_port() if alone else _PORT),
-        hosts=hosts,
-        hostfile=path,
-        devices=_visible_devices(ranks) if alone and options.launcher == "deepspeed" else (),
-    )
-
-
-def _check_combination(options: LaunchOptions, hostfile: Path | None) -> None:
-    """Raise ConfigError for options that don't belong to the launcher, or need others."""
-    problem, meets = "", options.master_addr is not None
-    if options.launcher == "torchrun":
-        if hostfile:
-            problem = (
-                "torchrun starts the processes of one machine: leave out --hostfile, and run the same command on every "
-                "machine with --nodes N --master_addr HOST"
-            )
-        elif options.nodes > 1 and not meets:
-            problem = "--nodes: give --master_addr HOST, the machine where the others meet, the same on all"
-    elif options.nodes > 1:
-        problem = "--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines"
-    elif meets and hostfile is None:
-        problem = "--master_addr is for several machines: give --hostfile, or --launcher torchrun --nodes N"
-    if problem:
-        raise ConfigError(problem)
-
-
-def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
-    """The machines of the hostfile, each with its first --ranks slots."""
+    if path is None:
+        if address is not None:
+            raise ConfigError("--master_addr is for several machines: give --hostfile")
+        ranks = options.ranks or _gpus_or_one()
+        return LaunchPlan(options, words, ranks, port or find_free_port(), devices=_visible_devices(ranks))
+    if options.ranks is not None:
+        raise ConfigError(f"--ranks {options.ranks}: the hostfile {path} says how many: NAME slots=N")
     hosts = read_hostfile(path)
-    fewest = min(len(host.slots) for host in hosts)
-    if options.ranks is not None and options.ranks > fewest:
-        raise ConfigError(f"--ranks {options.ranks}: a machine of {path} has {fewest} slots")
-    return tuple(Host(host.name, host.slots[: options.ranks]) for host in hosts)
+    if address is not None and not _NAME.fullmatch(address):
+        raise ConfigError(f"--master_addr {_shown(address)} is not a machine's name or address")
+    return LaunchPlan(options, words, max(len(host.slots) for host in hosts), port or _PORT, hosts, path)
 
 
 def _gpus_or_one() -> int:
@@ -135,7 +97,7 @@ def _visible_devices(ranks: int) -> tuple[int, ...]:
     if text and not all(name.isdigit() for name in names):
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={text} names GPUs otherwise than by number, which DeepSpeed's launcher can't read: "
-            "add --launcher torchrun"
+            f"torchrun --nproc_per_node {ranks} dino_ds/train.py ... starts the ranks"
         )
     if text and len(names) < ranks:
         raise ConfigError(f"--ranks {ranks}: CUDA_VISIBLE_DEVICES={text} shows {len(names)} GPUs")
@@ -144,14 +106,9 @@ def _visible_devices(ranks: int) -> tuple[int, ...]:
 
 def build_command(plan: LaunchPlan) -> list[str]:
     """The launcher's command as words, to run without a shell. Raises ConfigError for words that can't be forwarded."""
-    return _torchrun(plan) if plan.options.launcher == "torchrun" else _deepspeed(plan)
-
-
-def _deepspeed(plan: LaunchPlan) -> list[str]:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", f"--master_port={plan.master_port}"]
     if plan.hosts:
         command += [f"--hostfile={plan.hostfile}"]
-        command += [f"--num_gpus={plan.ranks}"] if plan.options.ranks else []
         command += [f"--master_addr={plan.options.master_addr}"] if plan.options.master_addr else []
         command += ["--force_multi"]  # else DeepSpeed takes a single machine of the hostfile for this one
     elif plan.devices:
@@ -159,22 +116,8 @@ def _deepspeed(plan: LaunchPlan) -> list[str]:
         command += ["--include=localhost:" + ",".join(map(str, plan.devices))]
     else:
         command += [f"--num_gpus={plan.ranks}"]
-    words = [quote_for_pdsh(word) for word in plan.words] if plan.uses_ssh else list(plan.words)
+    words = [quote_for_pdsh(word) for word in plan.words] if plan.hosts else list(plan.words)
     return [*command, str(SCRIPT), *words]
-
-
-def _torchrun(plan: LaunchPlan) -> list[str]:
-    command = [sys.executable, str(_TORCHRUN), f"--nproc_per_node={plan.ranks}"]
-    if plan.options.nodes == 1:
-        command += ["--master_addr=127.0.0.1", f"--master_port={plan.master_port}"]
-    else:
-        command += [
-            f"--nnodes={plan.options.nodes}",
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint={plan.options.master_addr}:{plan.master_port}",
-            "--rdzv_id=dino_ds",
-        ]
-    return [*command, str(SCRIPT), *plan.words]
 
 
 def quote_for_pdsh(word: str) -> str:
@@ -195,7 +138,7 @@ def check_paths(plan: LaunchPlan, folder: Path) -> None:
     """Raise ConfigError for paths that remote shells would change; folder: the working folder, which is also that of
     the processes on other machines."""
     for name, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
-        if plan.uses_ssh and (acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path))):
+        if plan.hosts and (acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path))):
             raise ConfigError(
                 f"{name} {str(path)[:80]!r} contains {acting[0]!r}, which the shells of other machines would act on"
             )
@@ -223,12 +166,6 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
     if not hosts:
         raise ConfigError(f'hostfile {path} names no machine: write a line "name slots=N" for each')
     return tuple(hosts.values())
-
-
-def check_host_name(name: str, flag: str) -> None:
-    """Raise ConfigError, naming the flag, if `name` can't be a machine's name or address."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"--{flag} {_shown(name)} is not a machine's name or address")
 
 
 def _shown(text: str, most: int = 80) -> str:

@@ -1,14 +1,12 @@
-"""Supervises a launcher: forwards signals to its ranks, finds out how they ended, and starts the run again.
+"""Supervises a launcher: asks its ranks to stop, finds out how they ended, and starts the run again.
 
-DeepSpeed's launcher or torchrun starts the ranks and ends the others after a failure; each rank's monitor process
-writes down how it ended (dino_ds.health), and ends its rank when the supervisor is gone.
+DeepSpeed's launcher starts the ranks and ends the others after a failure; each rank's monitor process writes down how
+it ended (dino_ds.health), and ends its rank when the supervisor is gone.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from types import FrameType
 import psutil
 
 from dino_ds.errors import EXIT_CODES, FORWARDED_SECONDS, STOP_SIGNALS, STOPPED, ConfigError, PeerError, StorageError
-from dino_ds.health.files import Disk, append_line, now
+from dino_ds.health.files import Disk, Event, log_event
 from dino_ds.health.lock import RunLock
 from dino_ds.health.processes import SUPERVISOR, death_by, own_mark, send_signal
 from dino_ds.health.records import (
@@ -39,8 +37,8 @@ _DEADLY = 3
 """Consecutive failures at the same step after which the run is not restarted."""
 _FINAL = (0, 2, 3, 4, 7, STOPPED)
 """Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
-_FIRST_WAIT_STORAGE = 30.0
+_FIRST_WAIT, _FIRST_WAIT_STORAGE, _LONGEST_WAIT = 1.0, 30.0, 300.0
+"""Seconds before a restart, doubled by each; the second after a full disk."""
 _LOCK_SECONDS = 120.0
 """Time to wait for the lock of a run folder whose holder, on another machine, has gone."""
 _TICK_SECONDS = 0.2
@@ -78,8 +76,7 @@ def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts:
     (2, 3), bad numbers (4) and too little memory (7): the same images and weights would lead to these again.
     """
     with stop_signals() as signals:
-        restarts, in_vain, deaths = 0, 0, list[int | None]()
-        saved = last_checkpoint_step(run_dir) or 0
+        restarts, deaths = 0, list[int | None]()
         while True:
             outcome = run_once(command(restarts > 0), run_dir, signals)
             if outcome.message and not outcome.reported:
@@ -95,15 +92,15 @@ def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts:
             if restarts == max_restarts:
                 _print(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
                 return outcome.code
-            before, saved = saved, last_checkpoint_step(run_dir) or 0
-            in_vain = 0 if saved > before else in_vain
-            wait = _back_off(outcome.code, in_vain)
-            in_vain, restarts = in_vain + 1, restarts + 1
+            saved = last_checkpoint_step(run_dir) or 0
+            first = _FIRST_WAIT_STORAGE if outcome.code == StorageError.exit_code else _FIRST_WAIT
+            wait = min(_LONGEST_WAIT, first * 2 ** min(restarts, 9))
+            restarts += 1
             begin = f"step {saved}" if saved else "the beginning"
-            _print(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
-            record = {"time": now(), "restart": restarts, "code": outcome.code, "rank": outcome.rank}
-            record |= {"step": beat.step if beat else None, "checkpoint": saved or None, "wait": round(wait, 2)}
-            _write_down(run_dir / "restarts.jsonl", json.dumps(record | {"message": outcome.message}))
+            line = f"{restarts} of {max_restarts} in {wait:.0f} s, from {begin}"
+            _print(f"restart {line}")
+            event = Event(f"restart  {line}", code=outcome.code, rank=outcome.rank, checkpoint=saved)
+            Disk().run(partial(log_event, run_dir, event), None)
             if not _wait(wait, run_dir, signals):
                 return STOPPED
 
@@ -136,7 +133,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 def run_once(argv: list[str], run_dir: Path, signals: list[int]) -> Outcome:
     """Run `argv` in a session of its own until none of its processes is left on this machine."""
-    heartbeats, told = Heartbeats(run_dir, of_next_start=True), set[int]()
+    heartbeats = Heartbeats(run_dir, of_next_start=True)
     environment = {**os.environ, SUPERVISOR: own_mark()}
     launcher = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
     while len(signals) < 2:
@@ -144,56 +141,48 @@ def run_once(argv: list[str], run_dir: Path, signals: list[int]) -> Outcome:
             launcher.wait(_TICK_SECONDS)
             break
         if signals:
-            _ask_to_stop(signals[0], launcher, heartbeats, told)
+            _ask_to_stop(launcher, heartbeats)
     _end_all(signals, heartbeats)
     code = launcher.wait()
     until = time.monotonic() + _OTHER_MACHINES_SECONDS * (len(signals) < 2)
     while any(not beat.ended for beat in heartbeats.read()) and time.monotonic() < until:
         time.sleep(_TICK_SECONDS)
+    if signals:  # the next start must not find the file of this one
+        Disk().run(partial((run_dir / "stop").unlink, missing_ok=True), None)
     return _outcome(code, heartbeats, run_dir, signals)
 
 
-def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Heartbeats, told: set[int]) -> None:
-    """Signal every rank of this machine once; the launcher would signal them one after the other, and kill them.
+def _ask_to_stop(launcher: subprocess.Popen[bytes], heartbeats: Heartbeats) -> None:
+    """Ask all ranks, by RUN/stop, to save and stop; before the first step there is nothing to save.
 
-    SIGHUP, from a closed terminal, is sent as SIGTERM. told: process ids that were signaled; 0 for the launcher.
+    DeepSpeed's launcher would signal its ranks one after the other, and kill them while they save.
     """
-    processes = _processes()
-    for pid, (parent, variables) in processes.items():
-        above = processes.get(parent)  # children of ranks are no ranks, nor are orphans
-        if "RANK" in variables and above is not None and "RANK" not in above[1] and pid not in told:
-            told.add(pid)
-            send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
-    if not told:
-        told.add(0)
-        if heartbeats.read():  # the ranks are on other machines
-            Disk().run((heartbeats.folder.parent / "stop").touch, None)
-        else:
-            launcher.terminate()  # there is nothing to save yet
+    if any(beat.phase != "start" for beat in heartbeats.read()):
+        Disk().run((heartbeats.folder.parent / "stop").touch, None)
+    else:
+        launcher.terminate()
 
 
-def _processes() -> dict[int, tuple[int, dict[str, str]]]:
-    """(parent, environment) by id of all running processes that this process's launcher has started, orphans too."""
-    processes, mark = {}, own_mark()
+def _processes() -> list[int]:
+    """Ids of the running processes that this process's launcher has started, orphans too; later ones first."""
+    processes, mark = list[int](), own_mark()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
-            variables = process.environ()
-            if variables.get(SUPERVISOR) == mark and process.pid != os.getpid():
-                processes[process.pid] = process.ppid(), variables
-    return processes
+            if process.environ().get(SUPERVISOR) == mark and process.pid != os.getpid():
+                processes.append(process.pid)
+    return sorted(processes, reverse=True)
 
 
 def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
     """Wait for the processes that the launcher has left; kill them after a while, or at a second signal."""
-    begin, killed_at = time.monotonic(), 0.0
+    begin = time.monotonic()
     while remaining := _processes():
         at_work = any(not beat.ended for beat in heartbeats.read())
-        seconds = _WITHOUT_LAUNCHER_SECONDS if at_work else _LAST_WORDS_SECONDS
-        if len(signals) > 1 or time.monotonic() > begin + seconds:
-            killed_at = killed_at or time.monotonic()
-            for pid in sorted(remaining, reverse=True):  # monitors before the ranks whose death they would report
+        end = begin + (_WITHOUT_LAUNCHER_SECONDS if at_work else _LAST_WORDS_SECONDS)
+        if len(signals) > 1 or time.monotonic() > end:
+            for pid in remaining:  # monitors before the ranks whose death they would report
                 send_signal(pid, signal.SIGKILL)
-            if time.monotonic() > killed_at + _KERNEL_SECONDS:
+            if time.monotonic() > end + _KERNEL_SECONDS:
                 return
         time.sleep(0.05)
 
@@ -230,44 +219,27 @@ def _outcome(code: int, heartbeats: Heartbeats, run_dir: Path, signals: list[int
     return Outcome(LOST, f"{message}; {checkpoint}", rank=unfinished.rank if unfinished else None, beat=furthest)
 
 
-def _back_off(code: int, in_vain: int) -> float:
-    """Seconds before a restart: doubling from 1 s (30 s for a full disk) to 5 min, times a random 0.5 to 1; `in_vain`:
-    restarts since the run has saved a later step."""
-    first = _FIRST_WAIT_STORAGE if code == StorageError.exit_code else _FIRST_WAIT
-    return min(_LONGEST_WAIT, first * 2 ** min(in_vain, 20)) * random.uniform(0.5, 1.0)
-
-
 def _wait(seconds: float, run_dir: Path, signals: list[int]) -> bool:
     """Wait until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
 
     Returns False if a signal came.
     """
-    begin, in_use, announced = time.monotonic(), "", ""
+    earliest = time.monotonic() + seconds
     while not signals:
-        waited = time.monotonic() - begin
-        if waited >= seconds:
-            in_use = Disk().run(partial(_why_in_use, run_dir), "")  # a disk that does not answer: the run will say so
-            if not in_use or waited > _LOCK_SECONDS + seconds:
-                return True
-            if not announced:
-                _print(f"waiting: {in_use}")
-            announced = in_use
-        time.sleep(1.0 if in_use else min(0.1, seconds - waited))
+        late = time.monotonic() - earliest
+        # A disk that does not answer counts as free: the run will say so.
+        if late >= 0 and (late > _LOCK_SECONDS or Disk().run(partial(_is_free, run_dir), True)):
+            return True
+        time.sleep(1.0 if late >= 0 else min(0.1, -late))
     return False
 
 
-def _why_in_use(run_dir: Path) -> str:
-    """Who uses the folder, or "" if it is free."""
+def _is_free(run_dir: Path) -> bool:
     try:
         RunLock(run_dir).check_free(0)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def _write_down(path: Path, line: str) -> None:
-    """Append a line; does nothing if the run folder was never made, or the disk does not answer."""
-    Disk().run(partial(append_line, path, line), None)
+    except ConfigError:
+        return False
+    return True
 
 
 def _print(text: str) -> None:

@@ -75,15 +75,12 @@ class LaunchOptions:
     """check the machines, then start `train` on all of them: -- TRAIN OPTIONS"""
 
     hostfile: str | None = option(None, "the machines, a line each: NAME slots=N", shown="this machine alone")
-    ranks: Count | None = option(None, "processes on each machine", shown="the slots, or one a GPU, or 1")
-    launcher: Literal["deepspeed", "torchrun"] = option("deepspeed", "who starts the processes")
-    nodes: Count = option(1, "with torchrun: machines; the same command is run on each")
-    master_addr: str | None = option(None, "where the ranks meet", shown="the first machine")
+    ranks: Count | None = option(None, "without a hostfile: processes", shown="one a GPU, or 1")
+    master_addr: str | None = option(None, "with a hostfile: where the ranks meet", shown="the first machine")
     master_port: Count | None = option(None, "port of that machine", shown="29500; on one machine a free one")
     max_restarts: Amount = option(
         0, "start again from the last checkpoint after a death, a hang, a bug or a full disk, up to N times"
     )
-    skip_checks: bool = option(False, "do not look at the machines first")
     dry_run: bool = option(False, "check, show the command, and start nothing")
 
 

@@ -1,6 +1,6 @@
 """The Python program that has started a run: it gets every line of metrics, and outlives the run.
 
-In such a program a run ends with an exception instead of the process, and a hanging run is reported but not ended.
+In such a program a run ends with an exception instead of the process, and a hanging run is not ended.
 """
 
 from __future__ import annotations

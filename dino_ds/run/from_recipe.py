@@ -29,7 +29,6 @@ def loop_options(
         save_every=None if every == "auto" else every.in_steps(batch, epoch_steps),
         max_bad_fraction=recipe.data.max_bad_fraction,
         teacher_groups=tuple(group.name for group in recipe.groups if recipe.teacher.taught_by in group.teachers),
-        balanced=recipe.objective.centering == "sinkhorn",
         predicted_gib=predicted_gib,
         part_ends=dict(zip((place for place, _ in parts), ends, strict=True)),
     )

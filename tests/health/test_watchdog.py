@@ -134,7 +134,7 @@ def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats,
     with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1")
     assert (caught.value.exit_code, caught.value.said_by_me) == (2, False)
-    assert beat.ended == "error" and beat.last_words == (2, "images are gone")
+    assert beat.ended == "error"
 
 
 def test_what_all_ranks_raise_is_said_once_though_the_heartbeats_go(heartbeats, tmp_path):
@@ -200,30 +200,25 @@ def test_a_death_is_described_as_far_as_it_was_seen(how, line):
 
 @pytest.mark.slow
 def test_without_a_limit_a_hang_is_left_alone(tmp_path):
-    """A rank that moves again in time is not ended either; one that hangs is. The hang of a Python program that goes on
-    after its run is reported, with the stacks, once until it moves again."""
+    """A rank that moves again in time is not ended either; one that hangs is, with its stacks."""
     code = textwrap.dedent(
         """
-        import os, sys, time
+        import sys, time
         from pathlib import Path
         from dino_ds.health.watchdog import Watchdog
-        stacks = Path(sys.argv[1], "hang-1.txt")
-        with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2]), sys.argv[5] == "ends") as dog:
+        with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2])) as dog:
             dog.beat.enter("step", 1)
             dog.beat.warm = True
             for _ in range(int(sys.argv[3])):
                 time.sleep(0.2)
                 dog.beat.enter_part("backward")
-            while sys.argv[5] == "reports" and not (stacks.exists() and f"pid {os.getpid()}:" in stacks.read_text()):
-                time.sleep(0.1)
             time.sleep(float(sys.argv[4]))
         """
     )
     cases = {
-        ("0", "0", "3", "ends"): (0, 0),
-        ("3", "17", "0", "ends"): (0, 0),
-        ("1", "0", "600", "ends"): (6, 1),
-        ("1", "0", "2", "reports"): (0, 1),
+        ("0", "0", "3"): (0, 0),
+        ("3", "17", "0"): (0, 0),
+        ("1", "0", "600"): (6, 1),
     }
     commands = [[sys.executable, "-c", code, str(tmp_path), *words] for words in cases]
     all_at_once = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
@@ -231,6 +226,5 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
         _, said = process.communicate(timeout=120)
         assert process.returncode == code, said
         assert said.count("no progress on any rank for") == times
-    assert "dino_ds: warning: no progress" in said
-    stacks = (tmp_path / "hang-1.txt").read_text().split("== rank 0")[1:]
-    assert len(stacks) == 2 and all('File "<string>", line ' in stack for stack in stacks)
+    (stack,) = (tmp_path / "hang-1.txt").read_text().split("== rank 0")[1:]
+    assert 'File "<string>", line ' in stack

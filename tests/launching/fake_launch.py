@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,9 +31,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def rank_main(run_dir: Path, words: list[str]) -> None:
-    rank, world, seen = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), list[int]()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda n, _: seen.append(n))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with Watchdog(run_dir, rank, world, 0.0) as dog:
         beat = dog.beat
         beat.listed = True
@@ -50,8 +47,8 @@ def rank_main(run_dir: Path, words: list[str]) -> None:
                     if verb == "die":
                         os.kill(os.getpid(), int(value))
                     (run_dir / f"ready{rank}").touch()
-                    wait_for(lambda: seen or beat.stop_reason)
-                    (run_dir / f"asked{rank}").write_text(str(seen[0]) if seen else beat.stop_reason)
+                    wait_for(lambda: beat.stop_reason)
+                    (run_dir / f"asked{rank}").write_text(beat.stop_reason)
                     time.sleep(1000 if verb == "deaf" else 0)
                     wait_for(lambda: len(list(run_dir.glob("asked*"))) == world)  # saving, together
                     sys.exit(75)

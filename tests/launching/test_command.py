@@ -1,10 +1,9 @@
-"""The command of a launch: the right words for each launcher, and nothing that a shell would act on."""
+"""The command of a launch: the right words for DeepSpeed's launcher, and nothing that ssh or a shell would act on."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import socket
 import subprocess
 
 import pytest
@@ -12,7 +11,15 @@ import pytest
 from dino_ds.cli.main import main
 from dino_ds.errors import ConfigError
 from dino_ds.launching.launch import _start
-from dino_ds.launching.plan import Host, LaunchPlan, build_command, build_plan, check_paths, quote_for_pdsh
+from dino_ds.launching.plan import (
+    Host,
+    LaunchPlan,
+    build_command,
+    build_plan,
+    check_paths,
+    quote_for_pdsh,
+    read_hostfile,
+)
 from dino_ds.options.commands import LaunchOptions
 
 WORDS = ("--data.root", "/images")
@@ -45,18 +52,17 @@ def test_one_machine(monkeypatch):
     assert 1024 < args.master_port < 65536
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
     assert _deepspeed(_plan(ranks=2)).include == "localhost:2,3"
+    for devices, says in (("GPU-8932f937", "torchrun --nproc_per_node 2 dino_ds/train.py"), ("1", "shows 1 GPUs")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        with pytest.raises(ConfigError, match=says):
+            _plan(ranks=2)
 
 
-def test_a_run_that_is_started_again_leaves_a_port_that_is_taken():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        taken = listener.getsockname()[1]
-        options = LaunchOptions(ranks=1, master_port=taken)
-        again = _start(["first"], options, ("--resume", "1000", "--seed", "1"), True)
+def test_a_run_that_is_started_again_resumes():
+    options = LaunchOptions(ranks=1)
     assert _start(["first"], options, (), False) == ["first"]
-    assert f"--master_port={taken}" not in again and again[-4:] == ["--seed", "1", "--resume", "auto"]
-    assert f"--master_port={taken}" in _start([], options, (), True)  # free now
+    again = _start(["first"], options, ("--resume", "1000", "--seed", "1"), True)
+    assert again[-4:] == ["--seed", "1", "--resume", "auto"]
 
 
 def test_machines_of_a_hostfile(hostfile):
@@ -64,18 +70,6 @@ def test_machines_of_a_hostfile(hostfile):
     args = _deepspeed(plan)
     assert (args.hostfile, args.force_multi) == (hostfile, True)
     assert (args.master_addr, args.master_port, plan.world_size) == ("10.0.0.1", 2345, 6)
-    assert _plan(hostfile=hostfile, ranks=1).world_size == 2
-
-
-def test_torchrun_on_one_machine_and_on_several():
-    from torch.distributed.run import parse_args
-
-    command = build_command(_plan(launcher="torchrun", ranks=4))
-    args = parse_args(command[2:])
-    assert (args.nproc_per_node, args.training_script_args) == ("4", list(WORDS))
-    plan = _plan(launcher="torchrun", ranks=4, nodes=3, master_addr="w1")
-    args = parse_args(build_command(plan)[2:])
-    assert (args.nnodes, args.rdzv_endpoint, plan.world_size) == ("3", "w1:29500", 12)
 
 
 def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, monkeypatch):
@@ -84,7 +78,7 @@ def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, mon
     (tmp_path / "runs/quickstart").mkdir(parents=True)
     (tmp_path / "runs/quickstart/config.yaml").touch()
     for words, folder in (([], "runs/quickstart-2"), (["--run_dir", "mine"], "mine"), (["--run_dir=mine"], "mine")):
-        main(["launch", "--ranks=2", "--dry_run", "--skip_checks", "--", "--config", "quickstart", *words])
+        main(["launch", "--ranks=2", "--dry_run", "--", "--config", "quickstart", *words])
         *_, command = capsys.readouterr().out.splitlines()
         assert command.count("--run_dir") == 1 and command.replace("=", " ").endswith(f"--run_dir {folder}")
 
@@ -92,11 +86,8 @@ def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, mon
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"launcher": "torchrun", "hostfile": "h"}, "torchrun starts the processes of one machine"),
-        ({"launcher": "torchrun", "nodes": 2}, "give --master_addr HOST"),
-        ({"nodes": 2}, "--nodes is for --launcher torchrun"),
         ({"master_addr": "w1"}, "for several machines"),
-        ({"hostfile": "HOSTS", "ranks": 3}, "has 2 slots"),
+        ({"hostfile": "HOSTS", "ranks": 3}, "says how many: NAME slots=N"),
         ({"hostfile": "HOSTS", "master_addr": "-oX"}, "--master_addr '-oX' is not a machine's name"),
         ({"ranks": 1, "master_port": 70000}, "1 to 65535"),
     ],
@@ -140,3 +131,50 @@ def test_a_working_folder_that_shells_would_act_on_is_refused(tmp_path):
     check_paths(plan, tmp_path)
     with pytest.raises(ConfigError, match=r"the working folder '.*' contains ';'"):
         check_paths(plan, tmp_path / "a;id")
+
+
+def test_machines_come_in_the_order_of_the_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# cluster\n\nw1 slots=4\r\n  gpu_node-2.example.org\tslots=2  # new\n10.0.0.3 slots=1")
+    assert [(host.name, len(host.slots)) for host in read_hostfile(path)] == [
+        ("w1", 4),
+        ("gpu_node-2.example.org", 2),
+        ("10.0.0.3", 1),
+    ]
+
+
+BROKEN = ["root@w1 slots=1", "w[1-4] slots=1", "w1,w2 slots=1", "w1:22 slots=1", "fe80::1 slots=1", "w1", "slots=1 w1"]
+BROKEN += ["w1 slots=0", "w1 slots=1025", "w1 slots=99999999999999", "w1 slots=2x", "w1 slots=-1", "w1 slots=1 extra"]
+BROKEN += ["w1 slots = 1", "w1 slots=\u00b2", "w1 slots=1;touch canary", "w1 slots=0x7fffffff", "w" * 300 + " slots=1"]
+# Options and commands for ssh and for a shell.
+BROKEN += ["w1\x0bslots=1", "-oProxyCommand=touch${IFS}canary slots=1", "--help slots=1", "w1\u202e slots=1"]
+BROKEN += ["w1;touch$IFS/canary slots=1", "$(touch${IFS}canary) slots=1", "`touch${IFS}canary` slots=1"]
+BROKEN += ["w1|touch${IFS}canary slots=1", "w1&&touch slots=1", "../../etc slots=1", "w\u00e9 slots=1"]
+
+
+def test_every_other_line_is_named_with_what_to_write(tmp_path):
+    path = tmp_path / "hosts"
+    for line in BROKEN:
+        path.write_text(f"w0 slots=1\n{line}\n")
+        with pytest.raises(ConfigError, match=r'is not "name slots=N": .* as in node1') as error:
+            read_hostfile(path)
+        assert str(error.value).startswith(f"hostfile {path}:2: '") and "\n" not in str(error.value)
+        assert len(str(error.value)) < 350 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"w1 slots=1\nw1 slots=2\n", ":2: w1 is named twice"),
+        (b"# none\n\n", "names no machine"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"w1 slots=1\n" * 100_001, "bytes, 262144 are allowed"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_hostfile(content, says, tmp_path):
+    path = tmp_path / "hosts"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        read_hostfile(path)

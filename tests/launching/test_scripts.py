@@ -49,8 +49,9 @@ def _accepted(given):
         assert given["dino-ds"][0] == "launch"
         train = parse_flags(COMMANDS["launch"], given["dino-ds"][1:]).train
     else:
-        (words,) = (words for words in given.values() if "dino_ds" in words)
-        train = parse_flags(TRAIN, words[words.index("train") + 1 :])
+        ((program, words),) = ((name, words) for name, words in given.items() if name != "scontrol")
+        start = words.index("dino_ds/train.py" if program == "torchrun" else "train")
+        train = parse_flags(TRAIN, words[start + 1 :])
     assert train is not None
     load_recipe(train.fixed["config"], train.recipe)
     load_ds_config(str(REPOSITORY / train.fixed.get("ds_config", "ds_configs/zero0_fp32.json")), train.ds)
@@ -113,14 +114,13 @@ def test_kubernetes_pods_find_each_other_and_count_alike():
     service, job = _documents("kubernetes.yaml")
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    flags = parse_flags(COMMANDS["launch"], container["args"][1:])
-    assert flags.train is not None and flags.train.fixed["resume"] == "auto"
+    words = container["command"]
+    train = parse_flags(TRAIN, words[words.index("dino_ds/train.py") + 1 :])
+    options = dict(word.removeprefix("--").split("=") for word in words[1 : words.index("dino_ds/train.py")])
+    assert train.fixed["resume"] == "auto"
     name = job["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name} and pod["subdomain"] == service["metadata"]["name"]
-    assert flags.fixed["master_addr"] == f"{name}-0.{pod['subdomain']}"
-    assert spec["parallelism"] == spec["completions"] == int(flags.fixed["nodes"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == flags.fixed["ranks"]
+    assert options["rdzv_endpoint"] == f"{name}-0.{pod['subdomain']}:29500"
+    assert spec["parallelism"] == spec["completions"] == int(options["nnodes"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options["nproc_per_node"])
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert 75 in [
-        code for rule in spec["podFailurePolicy"]["rules"] for code in rule.get("onExitCodes", {}).get("values", [])
-    ]

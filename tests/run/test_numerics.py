@@ -99,9 +99,8 @@ def _said(alarm, values, first=101):
 def test_a_collapse_is_said_once_with_a_hint_and_again_after_a_recovery(values, words):
     alarm = CollapseAlarm(4096, warmup_steps=100)
     said = _said(alarm, [*[values] * (3 * WINDOWS), FINE, *[values] * (2 * WINDOWS)])
-    assert [step for step, _ in said] == [100 + WINDOWS, 101 + 3 * WINDOWS, 101 + 4 * WINDOWS]
+    assert [step for step, _ in said] == [100 + WINDOWS, 101 + 4 * WINDOWS]
     assert all(word in said[0][1] for word in words) and "figure 7" in said[0][1]
-    assert "over" in said[1][1]
 
 
 @pytest.mark.parametrize(
@@ -127,8 +126,7 @@ def test_a_teacher_that_has_not_begun_is_not_flat():
 def test_features_that_do_not_spread_are_a_collapse_after_the_warmup():
     """Before, they have not begun; a spread student, NaN, or one line of many raise no alarm."""
     alike = [(NEAR / 2,)] * (2 * WINDOWS)
-    said = _said(SpreadAlarm("coding_spread", warmup_steps=104), [*alike, (0.5,)])
-    assert [step for step, _ in said] == [104 + WINDOWS, 101 + 2 * WINDOWS]
-    assert "coding_spread 0.010 of 1" in said[0][1] and "lower optimizer.lr" in said[0][1] and "over" in said[1][1]
+    ((step, text),) = _said(SpreadAlarm("coding_spread", warmup_steps=104), [*alike, (0.5,)])
+    assert step == 104 + WINDOWS and "coding_spread 0.010 of 1" in text and "lower optimizer.lr" in text
     for values in ([(2 * NEAR,)] * 30, [(math.nan,)] * 30, [*alike[: WINDOWS - 1], (0.5,)] * 3):
         assert _said(SpreadAlarm("coding_spread", 0), values) == []

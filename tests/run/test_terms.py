@@ -49,11 +49,8 @@ def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     assert "Masked patches (iBOT): teacher entropy" in page
 
 
-@pytest.mark.parametrize(("balanced", "advice"), [(True, "objective.koleo_weight"), (False, "objective.teacher_temp")])
-def test_an_alarm_names_its_rows_and_gives_advice_for_its_targets(balanced, advice):
-    alarm = CollapseAlarm(100, 0, "masked patch", balanced)
+def test_an_alarm_names_its_rows():
+    alarm = CollapseAlarm(100, 0, "masked patch")
     lines = [alarm.look(step, entropy=4.605, kl=0.0) for step in range(1, WINDOWS + 1)]
     assert lines[:-1] == [""] * (WINDOWS - 1)
     assert f"collapse after step {WINDOWS}: the teacher gives every masked patch the same target" in lines[-1]
-    assert advice in lines[-1].partition("figure 7); ")[2]
-    assert alarm.look(99, entropy=2.0, kl=1.0).startswith("collapse after step 99: over for every masked patch")
