@@ -57,7 +57,7 @@ class SharedFolder:
 
     def __init__(self, arguments: MonitorArguments, beat: Beat) -> None:
         self._path, self._is_first, self._beat = Path(arguments.run_dir), arguments.rank == 0, beat
-        self.heartbeats, self._lock = Heartbeats(self._path), RunLock(self._path, arguments.pid)
+        self.heartbeats, self.lock = Heartbeats(self._path), RunLock(self._path, arguments.pid)
         self.failure: Failure | None = None
         self.taken_over, self._held_a_run = "", False
 
@@ -68,13 +68,13 @@ class SharedFolder:
         self.heartbeats.disk.run(self._look, None)
 
     def _look(self) -> None:
-        held_a_run, self._held_a_run = self._held_a_run, self._lock.guards_a_run
+        held_a_run, self._held_a_run = self._held_a_run, self.lock.guards_a_run
         if held_a_run and not self._held_a_run:
             self._beat.request_stop("the loss of the run folder")
         if (self._path / "stop").exists():
             self._beat.request_stop("the stop file")
-        if self._is_first and not self._lock.refresh():
-            other = self._lock.holder()
+        if self._is_first and not self.lock.refresh():
+            other = self.lock.holder()
             whom = f"pid {other.pid} on {other.host}" if other else "another run"
             self.taken_over = f"{self._path} was taken over by {whom} while this one was frozen: it ends unsaved"
 
@@ -83,10 +83,6 @@ class SharedFolder:
         path = self._path / f"hang-{self._beat.step}.txt"
         self.heartbeats.disk.run(lambda: append_line(path, text), None)
         return path
-
-    def give_back(self) -> None:
-        """Release the lock."""
-        self.heartbeats.disk.run(self._lock.release, None)
 
 
 class MonitorProcess:
@@ -189,7 +185,7 @@ class MonitorProcess:
         if beat.listed:
             self._folder.heartbeats.publish(self._heartbeat())
         if arguments.rank == 0:
-            self._folder.give_back()
+            self._folder.heartbeats.disk.run(self._folder.lock.release, None)
 
 
 def main() -> None:

@@ -171,11 +171,9 @@ class Failures:
             self._beat.end("stopped" if failure.code == STOPPED else "error")
             return peer
         reason = _first_line(error) or type(error).__name__
-        beats = self._heartbeats.read()
-        gone = [str(beat.rank) for beat in beats if beat.ended == "error" and beat.rank != self._rank]
-        who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
-        step, where = self._beat.step, self._beat.where
-        peer = PeerError(f"{who} at step {step} ({where}): {reason[:200]}; {last_checkpoint(self._run_dir)}")
+        where = f"at step {self._beat.step} ({self._beat.where})"
+        lost = f"the connection to another rank was lost {where}: {reason[:200]}"
+        peer = PeerError(f"{lost}; {last_checkpoint(self._run_dir)}")
         claimed = self._claim(peer.exit_code, str(peer))
         peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
         return peer

@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError, UserError
@@ -28,16 +30,6 @@ _CONNECT_SECONDS = 15
 _ANSWER_SECONDS = 180
 """Enough to import torch from a cold network disk."""
 _SAME_PACKAGES = ("python", "torch", "deepspeed", "dino_ds")
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question to one machine. files: configs to compare by content; images: data.root, or None for no check; seen:
-    a file that must be visible. Paths are relative to the working folder."""
-
-    files: tuple[str, ...]
-    images: str | None
-    seen: str
 
 
 @dataclass(frozen=True)
@@ -68,17 +60,14 @@ def check_machines(
     except OSError as error:
         raise ConfigError(f"run folder {run_dir} can't be made: {parent}: {error.strerror}; fix --run_dir") from None
     with seen, ThreadPoolExecutor(min(64, len(plan.hosts))) as pool:
-        ask = partial(_ask, question=Question(files, images, seen.name))
+        ask = partial(_ask, question={"files": files, "images": images, "seen": seen.name})
         answers = dict(zip(plan.hosts, pool.map(ask, map(_over_ssh, plan.hosts)), strict=True))
     heard = {host: answer for host, answer in answers.items() if isinstance(answer, Answer)}
     problems = [f"{host.name}: {silent}" for host, silent in answers.items() if isinstance(silent, str)]
-    lines = [f"{host.name}: {len(host.slots)} ranks, {_gpus(answer)}" for host, answer in heard.items()]
+    lines = [
+        f"{host.name}: {host.slots} ranks, GPUs: {', '.join(answer.gpus) or 'none'}" for host, answer in heard.items()
+    ]
     return lines, [*problems, *find_problems(heard, run_dir)]
-
-
-def _gpus(answer: Answer) -> str:
-    kinds = ", ".join(f"{answer.gpus.count(kind)} x {kind}" for kind in dict.fromkeys(answer.gpus)) or "no GPU"
-    return f"{kinds}, torch {answer.same['torch']}"
 
 
 def _over_ssh(host: Host) -> list[str]:
@@ -88,11 +77,12 @@ def _over_ssh(host: Host) -> list[str]:
     return [*ssh, host.name, f"cd {shlex.quote(os.getcwd())} && {words}"]
 
 
-def _ask(command: list[str], question: Question) -> Answer | str:
+def _ask(command: list[str], question: Mapping[str, Any]) -> Answer | str:
     """The answer of a machine, or why there is none."""
-    text = json.dumps(asdict(question))
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+        done = subprocess.run(
+            command, input=json.dumps(question), capture_output=True, text=True, timeout=_ANSWER_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {_ANSWER_SECONDS} s: look at its load and its disks"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -125,24 +115,28 @@ def find_problems(answers: dict[Host, Answer], run_dir: Path) -> list[str]:
             problems.append(f"{name}: does not see {run_dir} of this machine: put --run_dir on a disk that all share")
         if answer.images:
             problems.append(f"{name}: {answer.images}: mount the images there, at the same path")
-        if on_gpus and len(answer.gpus) <= max(host.slots):
-            cure = "fix the hostfile or --ranks, or ask nvidia-smi what the driver misses"
-            problems.append(f"{name}: {len(answer.gpus)} GPUs are found for slot {max(host.slots)}: {cure}")
+        if on_gpus and len(answer.gpus) < host.slots:
+            cure = "fix the hostfile, or ask nvidia-smi what the driver misses"
+            problems.append(f"{name}: {len(answer.gpus)} GPUs are found for {host.slots} slots: {cure}")
     return problems
 
 
-def answer(question: Question) -> Answer:
-    """Examine this machine. Imports torch."""
+def answer(files: list[str], images: str | None, seen: str) -> Answer:
+    """Examine this machine. Imports torch.
+
+    files: configs to compare by content. images: data.root, or None for no check. seen: a file that must be visible.
+    Paths are relative to the working folder.
+    """
     from dino_ds.costs.kept import hash_code
     from dino_ds.planning.measure.machine import find_gpus
     from dino_ds.run.environment import versions
 
     packages, code = versions(), {f"the code in {CHECKOUT}": hash_code()}
     return Answer(
-        same={name: packages[name] for name in _SAME_PACKAGES} | code | {path: _crc(path) for path in question.files},
+        same={name: packages[name] for name in _SAME_PACKAGES} | code | {path: _crc(path) for path in files},
         gpus=[gpu.name for gpu in find_gpus()],
-        images="" if question.images is None else _why_no_images(question.images),
-        sees=Path(question.seen).exists(),
+        images="" if images is None else _why_no_images(images),
+        sees=Path(seen).exists(),
     )
 
 
@@ -164,8 +158,7 @@ def _why_no_images(root: str) -> str:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.stdin.read())
     try:
-        print(json.dumps(asdict(answer(Question(**asked)))), flush=True)
+        print(json.dumps(asdict(answer(**json.loads(sys.stdin.read())))), flush=True)
     except UserError as error:
         sys.exit(str(error))

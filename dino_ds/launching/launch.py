@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.errors import ConfigError
 from dino_ds.launching.checks import check_machines
-from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_paths
+from dino_ds.launching.plan import LaunchPlan, build_command, build_plan
 from dino_ds.launching.supervise import supervise
 from dino_ds.options.commands import LaunchOptions
 
@@ -25,31 +24,27 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
 
     train: what the words after "--" mean: options, recipe, ds, ds_path and given of `train`.
     """
-    plan = build_plan(options, train_words)
+    plan = build_plan(options)
     # Raises ConfigError if the global batch can't be shared out over the ranks.
-    resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, plan.world_size)
-    check_paths(plan, Path.cwd())
-    build_command(plan)  # refuses what can't be forwarded
+    resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, plan.ranks)
+    run_dir, words = train["options"].run_dir, train_words
+    if not any(word.partition("=")[0] == "--run_dir" for word in words):
+        words = (*words, "--run_dir", run_dir)  # ranks that chose for themselves might choose different folders
+    command = build_command(plan, words)
     if plan.hosts:
         _check(plan, train)
     for note in train["given"].notes:
         print(f"note     {note}", flush=True)
-    run_dir, words = train["options"].run_dir, train_words
-    if not any(word.partition("=")[0] == "--run_dir" for word in words):
-        words = (*words, "--run_dir", run_dir)  # ranks that chose for themselves might choose different folders
-    command = build_command(build_plan(options, words))
     print(f"command  {shlex.join(command)}", flush=True)
-    if options.dry_run:
-        return
-    if code := supervise(partial(_start, command, options, words), Path(run_dir), options.max_restarts):
+
+    def start(resumes: bool) -> list[str]:
+        """The command of a start; to resume, on another free port."""
+        if not resumes:
+            return command
+        return build_command(build_plan(options), (*_without_resume(words), "--resume", "auto"))
+
+    if not options.dry_run and (code := supervise(start, Path(run_dir), options.max_restarts)):
         sys.exit(code)
-
-
-def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], resumes: bool) -> list[str]:
-    """The command of a start: `command`, or if it `resumes`, the same with --resume auto."""
-    if not resumes:
-        return command
-    return build_command(build_plan(options, (*_without_resume(words), "--resume", "auto")))
 
 
 def _without_resume(words: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,36 +35,30 @@ _LINE = re.compile(rf"(?P<name>{_NAME.pattern})[ \t]+slots=(?P<slots>[0-9]{{1,4}
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and its slots, one for each process; on machines with GPUs a slot is a GPU's number."""
+    """One machine and its number of processes, one a GPU on machines with GPUs."""
 
     name: str
-    slots: tuple[int, ...]
+    slots: int
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """The processes of one launch and their machines.
 
-    hosts: the machines and their slots in rank order, from `hostfile`; without them `ranks` processes run on this
-    machine. words: what follows `train` on the command line. devices: GPUs by number if CUDA_VISIBLE_DEVICES chooses
-    among this machine's.
+    hosts: the machines in rank order, from `hostfile`; without them all processes run on this machine. devices: GPUs by
+    number if CUDA_VISIBLE_DEVICES chooses among this machine's.
     """
 
-    options: LaunchOptions
-    words: tuple[str, ...]
     ranks: int
     master_port: int
     hosts: tuple[Host, ...] = ()
     hostfile: Path | None = None
+    master_addr: str | None = None
     devices: tuple[int, ...] = ()
 
-    @property
-    def world_size(self) -> int:
-        return sum(len(host.slots) for host in self.hosts) if self.hosts else self.ranks
 
-
-def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
-    """The launch of `train` with `words`. Raises ConfigError for options that contradict each other or the hostfile."""
+def build_plan(options: LaunchOptions) -> LaunchPlan:
+    """The processes that the options ask for. Raises ConfigError for options that contradict each other."""
     address, port = options.master_addr, options.master_port
     if port is not None and port > 65535:
         raise ConfigError(f"--master_port {port} is not a port: 1 to 65535")
@@ -74,13 +69,13 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
         if address is not None:
             raise ConfigError("--master_addr is for several machines: give --hostfile")
         ranks = options.ranks or _gpus_or_one()
-        return LaunchPlan(options, words, ranks, port or find_free_port(), devices=_visible_devices(ranks))
+        return LaunchPlan(ranks, port or find_free_port(), devices=_visible_devices(ranks))
     if options.ranks is not None:
         raise ConfigError(f"--ranks {options.ranks}: the hostfile {path} says how many: NAME slots=N")
     hosts = read_hostfile(path)
     if address is not None and not _NAME.fullmatch(address):
         raise ConfigError(f"--master_addr {_shown(address)} is not a machine's name or address")
-    return LaunchPlan(options, words, max(len(host.slots) for host in hosts), port or _PORT, hosts, path)
+    return LaunchPlan(sum(host.slots for host in hosts), port or _PORT, hosts, path, address)
 
 
 def _gpus_or_one() -> int:
@@ -104,19 +99,23 @@ def _visible_devices(ranks: int) -> tuple[int, ...]:
     return tuple(int(name) for name in names[:ranks]) if text else ()
 
 
-def build_command(plan: LaunchPlan) -> list[str]:
-    """The launcher's command as words, to run without a shell. Raises ConfigError for words that can't be forwarded."""
+def build_command(plan: LaunchPlan, words: Sequence[str]) -> list[str]:
+    """The command of DeepSpeed's launcher that runs `train` with `words`, to run without a shell.
+
+    Raises ConfigError for words and paths that can't be forwarded to other machines.
+    """
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", f"--master_port={plan.master_port}"]
     if plan.hosts:
+        _check_paths()
         command += [f"--hostfile={plan.hostfile}"]
-        command += [f"--master_addr={plan.options.master_addr}"] if plan.options.master_addr else []
+        command += [f"--master_addr={plan.master_addr}"] if plan.master_addr else []
         command += ["--force_multi"]  # else DeepSpeed takes a single machine of the hostfile for this one
+        words = [quote_for_pdsh(word) for word in words]
     elif plan.devices:
         # With --num_gpus the launcher would take the first GPUs and drop CUDA_VISIBLE_DEVICES.
         command += ["--include=localhost:" + ",".join(map(str, plan.devices))]
     else:
         command += [f"--num_gpus={plan.ranks}"]
-    words = [quote_for_pdsh(word) for word in plan.words] if plan.hosts else list(plan.words)
     return [*command, str(SCRIPT), *words]
 
 
@@ -134,11 +133,10 @@ def quote_for_pdsh(word: str) -> str:
     return shlex.quote(word)
 
 
-def check_paths(plan: LaunchPlan, folder: Path) -> None:
-    """Raise ConfigError for paths that remote shells would change; folder: the working folder, which is also that of
-    the processes on other machines."""
-    for name, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
-        if plan.hosts and (acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path))):
+def _check_paths() -> None:
+    """Raise ConfigError for paths that remote shells would change."""
+    for name, path in (("the working folder", os.getcwd()), ("Python's path", sys.executable), ("the script", SCRIPT)):
+        if acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path)):
             raise ConfigError(
                 f"{name} {str(path)[:80]!r} contains {acting[0]!r}, which the shells of other machines would act on"
             )
@@ -162,7 +160,7 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
         name = entry["name"]
         if name in hosts:
             raise ConfigError(f"hostfile {path}:{number}: {name} is named twice: write one line a machine")
-        hosts[name] = Host(name, tuple(range(int(entry["slots"]))))
+        hosts[name] = Host(name, int(entry["slots"]))
     if not hosts:
         raise ConfigError(f'hostfile {path} names no machine: write a line "name slots=N" for each')
     return tuple(hosts.values())

@@ -25,7 +25,6 @@ from dino_ds.health.files import Disk, Event, log_event
 from dino_ds.health.lock import RunLock
 from dino_ds.health.processes import SUPERVISOR, death_by, own_mark, send_signal
 from dino_ds.health.records import (
-    Heartbeat,
     Heartbeats,
     describe_death,
     last_checkpoint,
@@ -33,8 +32,6 @@ from dino_ds.health.records import (
 )
 
 LOST = PeerError.exit_code
-_DEADLY = 3
-"""Consecutive failures at the same step after which the run is not restarted."""
 _FINAL = (0, 2, 3, 4, 7, STOPPED)
 """Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
 _FIRST_WAIT, _FIRST_WAIT_STORAGE, _LONGEST_WAIT = 1.0, 30.0, 300.0
@@ -54,16 +51,11 @@ _OTHER_MACHINES_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended. message: one line, or ""; reported: whether a rank has already printed the reason.
-
-    beat: the last heartbeat of `rank`, or of the rank that got furthest, or None without heartbeats.
-    """
+    """How a start ended. message: one line, or ""; reported: whether a rank has already printed the reason."""
 
     code: int
     message: str = ""
     reported: bool = False
-    rank: int | None = None
-    beat: Heartbeat | None = None
 
 
 def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts: int) -> int:
@@ -76,19 +68,13 @@ def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts:
     (2, 3), bad numbers (4) and too little memory (7): the same images and weights would lead to these again.
     """
     with stop_signals() as signals:
-        restarts, deaths = 0, list[int | None]()
+        restarts = 0
         while True:
             outcome = run_once(command(restarts > 0), run_dir, signals)
             if outcome.message and not outcome.reported:
                 _print(f"error: {outcome.message}")
             if signals or outcome.code in _FINAL or max_restarts == 0:
                 return outcome.code
-            beat = outcome.beat
-            step = beat.step if beat and beat.phase in ("data", "step") else None  # not while it starts or saves
-            deaths.append(step)
-            if step is not None and deaths[-_DEADLY:] == [step] * _DEADLY:
-                _print(f"error: step {step + 1} has ended the run {_DEADLY} times in a row: see the lines above")
-                return LOST
             if restarts == max_restarts:
                 _print(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
                 return outcome.code
@@ -99,7 +85,7 @@ def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts:
             begin = f"step {saved}" if saved else "the beginning"
             line = f"{restarts} of {max_restarts} in {wait:.0f} s, from {begin}"
             _print(f"restart {line}")
-            event = Event(f"restart  {line}", code=outcome.code, rank=outcome.rank, checkpoint=saved)
+            event = Event(f"restart  {line}", code=outcome.code, checkpoint=saved)
             Disk().run(partial(log_event, run_dir, event), None)
             if not _wait(wait, run_dir, signals):
                 return STOPPED
@@ -189,25 +175,20 @@ def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
 
 def _outcome(code: int, heartbeats: Heartbeats, run_dir: Path, signals: list[int]) -> Outcome:
     """How the run ended, by the records of its ranks, and only without records by the launcher's exit code."""
-    beats, failure = {beat.rank: beat for beat in heartbeats.read()}, heartbeats.first_failure()
-    ends, furthest = {beat.ended for beat in beats.values()}, max(beats.values(), key=lambda b: b.step, default=None)
-    unfinished = next((beat for beat in beats.values() if beat.ended not in ("done", "stopped")), None)
+    beats, failure = heartbeats.read(), heartbeats.first_failure()
+    unfinished = next((beat for beat in beats if beat.ended not in ("done", "stopped")), None)
     checkpoint = last_checkpoint(run_dir)
     if len(signals) > 1:
         return Outcome(128 + signals[0], f"ended by a second signal; {checkpoint}")
     if failure is not None and failure.kind != "stopped":
-        # A hang is recorded by the rank that has noticed it; the message names those that are behind.
-        rank = None if failure.kind == "hang" else failure.rank
-        beat = furthest if rank is None else beats.get(rank, furthest)
-        return Outcome(failure.code or LOST, failure.message, True, rank, beat)
-    if ends == {"done"}:
+        return Outcome(failure.code or LOST, failure.message, True)
+    if {beat.ended for beat in beats} == {"done"}:
         return Outcome(0)
     if signals or code == STOPPED:
         return Outcome(STOPPED)
-    if (
-        code in EXIT_CODES and code and (unfinished or not beats)
-    ):  # a rank has printed why, before there was a file to write it to
-        return Outcome(code, f"the ranks ended with code {code}: {EXIT_CODES[code]}", True, beat=furthest)
+    if code in EXIT_CODES and code and (unfinished or not beats):
+        # A rank has printed why, before there was a file to write it to.
+        return Outcome(code, f"the ranks ended with code {code}: {EXIT_CODES[code]}", True)
     step, where = (unfinished.step, unfinished.where) if unfinished else (0, "start")
     if 128 < code < 256:
         message = describe_death("a rank", death_by(256 - code), step, where)
@@ -216,7 +197,7 @@ def _outcome(code: int, heartbeats: Heartbeats, run_dir: Path, signals: list[int
     else:
         how = death_by(-code) if code < 0 else f"with code {code}"
         message = f"the launcher ended {how}" + ("; its ranks have stopped" if beats else ", and no rank was seen")
-    return Outcome(LOST, f"{message}; {checkpoint}", rank=unfinished.rank if unfinished else None, beat=furthest)
+    return Outcome(LOST, f"{message}; {checkpoint}")
 
 
 def _wait(seconds: float, run_dir: Path, signals: list[int]) -> bool:

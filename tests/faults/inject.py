@@ -45,12 +45,6 @@ def planned(function: Callable[..., None]) -> Callable[..., Planned]:
     return plan
 
 
-def mark() -> None:
-    """Note the time of the first fault, for `Outcome.seconds`."""
-    if not Path("fault").exists():
-        Path("fault").write_text(str(time.monotonic()))
-
-
 # Faults: place and time.
 
 
@@ -64,7 +58,6 @@ def at_step(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) 
     def micro_batch(self: TrainingStep, *args: Any) -> Any:
         if self.applied_steps + 1 >= step and len(done) < times:
             done.append(True)
-            mark()
             do()
         return original(self, *args)
 
@@ -76,7 +69,6 @@ def at_step(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) 
 def at_once(rank: int, on: tuple[int, ...], do: Act) -> None:
     """`do` before the program begins."""
     if rank in on:
-        mark()
         do()
 
 
@@ -92,7 +84,6 @@ def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, written: float =
         if int(path.parent.name.rpartition("_")[2]) >= step and len(done) < times:
             done.append(True)
             os.truncate(path, int(record.bytes * written))
-            mark()
             do()
         return record
 
@@ -109,7 +100,6 @@ def before_latest(rank: int, step: int, do: Act) -> None:
 
     def replace_file(path: Path, content: str | bytes) -> None:
         if path.name == "latest" and str(step) in str(content):
-            mark()
             do()
         original(path, content)
 
@@ -134,7 +124,6 @@ def loss_times(rank: int, factor: float, step: int, on: tuple[int, ...], times: 
         if seen[0] < step or len(done) >= times:
             return out
         done.append(True)
-        mark()
         return out._replace(loss=out.loss * factor)
 
     if rank in on:
@@ -151,7 +140,6 @@ def at_call(rank: int, method: str, number: int, on: tuple[int, ...], do: Act) -
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(True)
         if len(calls) >= number:
-            mark()
             do()
         return original(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Two-rank training jobs that a test starts, breaks and looks at: about a second each.
 
 job = start(run_dir, images, fault=inject.at_step(3, on=1, do=inject.kill))
-outcome = job.wait(seconds=60)          # exit codes, output, seconds from the fault to the end, orphans
+outcome = job.wait(seconds=60)          # exit codes, output, orphans
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ ORPHANS_MAY_LIVE = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `codes` and `output`: one a rank; `seconds` from the fault (else the start) to the last rank's
-    end; `orphans`: what still ran long after that."""
+    """How a job ended. `codes` and `output`: one a rank; `orphans`: what still ran long after that."""
 
     codes: list[int | None]
     output: list[str]
-    seconds: float
     orphans: list[str]
 
     @property
@@ -80,7 +78,6 @@ class Job:
 
     def __init__(self, server: ForkServer, order: Order, launcher: int) -> None:
         self._server, self._order, self.launcher = server, order, launcher
-        self._started = time.monotonic()
 
     @property
     def folder(self) -> Path:
@@ -93,12 +90,7 @@ class Job:
         return self._processes()[rank]
 
     def signal(self, rank: int, number: int) -> None:
-        self.mark()
         os.kill(self.process(rank), number)
-
-    def mark(self) -> None:
-        """The fault happens now, by the test's hand."""
-        (self.folder / "fault").write_text(str(time.monotonic()))
 
     def go_on(self) -> None:
         """Ends what `inject.held` holds."""
@@ -116,40 +108,28 @@ class Job:
         metrics = run_dir / "metrics.jsonl"
         self.wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps, seconds)
 
-    def wait(self, seconds: float) -> Outcome:
-        """Until every rank has ended. After `seconds` from the fault, or as many from the start without one, the job is
-        killed and the ranks that were still there have the code None."""
-        while len(self._codes()) < self._order.world and time.monotonic() < self._begin() + seconds:
+    def wait(self, seconds: float = 180) -> Outcome:
+        """Until every rank has ended. Raises AssertionError after so many seconds, and kills the job."""
+        end = time.monotonic() + seconds
+        while len(codes := self._codes()) < self._order.world and time.monotonic() < end:
             time.sleep(0.05)
-        codes = self._codes()
-        if len(codes) < self._order.world:
-            stuck = self._left_over()
-            self._end(stuck)
-            self._server.launchers.discard(self.launcher)
-            raise AssertionError(f"no end after {seconds} s, codes {codes}, running {stuck}:\n{self._output()}")
-        last = max(at for _, at in codes.values())
         orphans = self._left_over()
-        while orphans and time.monotonic() < last + ORPHANS_MAY_LIVE:
+        end = time.monotonic() + ORPHANS_MAY_LIVE
+        while len(codes) == self._order.world and orphans and time.monotonic() < end:
             time.sleep(0.05)
             orphans = self._left_over()
-        self._end(orphans)
+        for process, _ in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._server.launchers.discard(self.launcher)
-        return Outcome(
-            [codes[rank][0] for rank in range(self._order.world)],
-            [self.text(rank) for rank in range(self._order.world)],
-            round(last - self._begin(), 2),
-            [name for _, name in orphans],
-        )
+        names, output = [name for _, name in orphans], [self.text(rank) for rank in range(self._order.world)]
+        assert len(codes) == self._order.world, f"no end after {seconds} s, codes {codes}, running {names}: {output}"
+        return Outcome([codes[rank] for rank in range(self._order.world)], output, names)
 
     def finish(self) -> None:
-        """Raises AssertionError, with what was printed, unless every rank ends well within two minutes."""
-        outcome = self.wait(120)
+        """Raises AssertionError, with what was printed, unless every rank ends with 0."""
+        outcome = self.wait()
         assert set(outcome.codes) == {0}, f"codes {outcome.codes}:\n{outcome.text}"
-
-    def _begin(self) -> float:
-        with contextlib.suppress(OSError, ValueError):
-            return float((self.folder / "fault").read_text())
-        return self._started
 
     def _events(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
@@ -159,11 +139,11 @@ class Job:
     def _processes(self) -> dict[int, int]:
         return {event["rank"]: event["process"] for event in self._events()}
 
-    def _codes(self) -> dict[int, tuple[int, float]]:
-        """Exit codes and times of the ranks that have ended: from their launcher, or from the server if it is dead."""
-        found = {event["rank"]: (event["code"], event["at"]) for event in self._events() if "code" in event}
+    def _codes(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended: from their launcher, or from the server if it is dead."""
+        found = {event["rank"]: event["code"] for event in self._events() if "code" in event}
         ended = self._server.ended()
-        found |= {rank: ended[process] for rank, process in self._processes().items() if process in ended}
+        found |= {rank: ended[process][0] for rank, process in self._processes().items() if process in ended}
         return found
 
     def _left_over(self) -> list[tuple[int, str]]:
@@ -176,11 +156,6 @@ class Job:
                     if process.status() != psutil.STATUS_ZOMBIE:
                         found.append((process.pid, " ".join(process.cmdline())[:100]))
         return found
-
-    def _end(self, processes: list[tuple[int, str]]) -> None:
-        for process, _ in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
 
     def text(self, rank: int) -> str:
         """The output of a rank so far."""

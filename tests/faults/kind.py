@@ -21,7 +21,6 @@ class Kind:
     codes: what each rank ends with. says: a part of what is printed.
     fault: happens in the ranks. by_hand: what the test does while the job runs. before: what it does to the scene.
     old: the job goes on (`--resume`) from a copy of a run that has saved steps 3 and 6, else it is a new one.
-    limit: seconds from the fault to the last rank's end, on a busy machine.
     goes_on: afterwards `--resume` must give the very numbers of a run without a fault; `exact` False: to 1e-5, as
     another number of ranks or ZeRO stage sums in another order.
     """
@@ -37,7 +36,6 @@ class Kind:
     changes: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     ds: str = "zero1_fp32.json"
-    limit: float = 120.0
     goes_on: bool = True
     exact: bool = True
 
@@ -61,7 +59,6 @@ def send_signal_early(job: Job, place: Scene) -> None:
 
 def stop_file(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 4)
-    job.mark()
     (place.run / "stop").touch()
 
 
@@ -74,7 +71,6 @@ def fifo_at_latest(job: Job, place: Scene) -> None:
 
 def empty_images(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 2)
-    job.mark()
     for path in place.images.iterdir():
         path.unlink()
     job.go_on()
@@ -82,14 +78,12 @@ def empty_images(job: Job, place: Scene) -> None:
 
 def fill_disk(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 2)
-    job.mark()
     fill(place.run)
     job.go_on()
 
 
 def rename_run(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 4)
-    job.mark()
     place.run.rename(place.run.with_name("renamed"))
 
 

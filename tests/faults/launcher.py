@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ def launch(order: Order) -> int:
         process, status = os.wait()
         if process in names:
             code = os.waitstatus_to_exitcode(status)
-            _note(order.folder, {"rank": names.pop(process), "process": process, "code": code, "at": time.monotonic()})
+            _note(order.folder, {"rank": names.pop(process), "process": process, "code": code})
     return 0
 
 

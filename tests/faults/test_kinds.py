@@ -75,7 +75,7 @@ def test_fault(kind, images, old_run, straight, tmp_path):
     job = jobs.start(place.run, place.images, fault=kind.fault, resume=kind.resumes, port=place.port, **settings)
     if kind.by_hand:
         kind.by_hand(job, place)
-    outcome = job.wait(kind.limit)
+    outcome = job.wait()
 
     assert tuple(outcome.codes) == kind.codes, outcome.text
     assert kind.says in outcome.text, outcome.text
@@ -94,7 +94,7 @@ def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, st
         reached = losses_of(place.run)[-1][0]
         saved = (place.run / "checkpoints/latest").read_text()
         assert reached - int(saved.removeprefix("step_")) <= (0 if set(kind.codes) == {75} else LOST_AT_MOST)
-        again = jobs.start(place.run, place.images, resume=True, **settings).wait(120)
+        again = jobs.start(place.run, place.images, resume=True, **settings).wait()
         assert set(again.codes) == {0}, again.text
     ours, theirs = losses_of(place.run), losses_of(straight)
     assert [step for step, _ in ours] == list(range(1, STEPS + 1))

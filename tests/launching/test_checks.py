@@ -27,18 +27,18 @@ ANSWER = checks.Answer(SAME, ["A100", "A100"], "", True)
         ([{"sees": False}], ["w1: does not see /runs/a of this machine: put --run_dir on a disk that all share"]),
         ([{}, {"images": "/a does not exist"}], ["w2: /a does not exist: mount the images there"]),
         ([{"gpus": []}, {"gpus": []}], []),  # a run on CPUs
-        ([{}, {"gpus": ["A100"]}], ["w2: 1 GPUs are found for slot 1"]),
+        ([{}, {"gpus": ["A100"]}], ["w2: 1 GPUs are found for 2 slots"]),
     ],
 )
 def test_what_stops_a_machine_is_named(changes, says, monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    answers = {Host(f"w{n}", (0, 1)): dataclasses.replace(ANSWER, **more) for n, more in enumerate(changes, 1)}
+    answers = {Host(f"w{n}", 2): dataclasses.replace(ANSWER, **more) for n, more in enumerate(changes, 1)}
     problems = checks.find_problems(answers, Path("/runs/a"))
     assert all(part in text for text, part in zip(problems, says, strict=True))
 
 
 def test_why_a_machine_is_silent():
-    question = checks.Question((), None, "x")
+    question = {"files": [], "images": None, "seen": "x"}
     for script, says in (
         ("exit 255", "not reachable by ssh"),
         ("no_such_program", "no_such_program: not found: this"),
@@ -54,7 +54,7 @@ def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_p
     """A machine that does not answer, images that are nowhere; no run folder is left. Over real ssh: test_launches."""
 
     def ask(command, question):
-        return "not reachable" if "w2" in command else checks.answer(question)
+        return "not reachable" if "w2" in command else checks.answer(**question)
 
     monkeypatch.setattr(checks, "_ask", ask)
     monkeypatch.setattr(checks.shutil, "which", lambda name: name)

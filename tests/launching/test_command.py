@@ -10,13 +10,10 @@ import pytest
 
 from dino_ds.cli.main import main
 from dino_ds.errors import ConfigError
-from dino_ds.launching.launch import _start
+from dino_ds.launching.launch import _without_resume
 from dino_ds.launching.plan import (
-    Host,
-    LaunchPlan,
     build_command,
     build_plan,
-    check_paths,
     quote_for_pdsh,
     read_hostfile,
 )
@@ -33,14 +30,14 @@ def hostfile(tmp_path):
 
 
 def _plan(**options):
-    return build_plan(LaunchOptions(**options), WORDS)
+    return build_plan(LaunchOptions(**options))
 
 
 def _deepspeed(plan):
     """The command as DeepSpeed's launcher parses it."""
     from deepspeed.launcher.runner import parse_args
 
-    command = build_command(plan)
+    command = build_command(plan, WORDS)
     assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
     return parse_args(command[3:])
 
@@ -59,17 +56,14 @@ def test_one_machine(monkeypatch):
 
 
 def test_a_run_that_is_started_again_resumes():
-    options = LaunchOptions(ranks=1)
-    assert _start(["first"], options, (), False) == ["first"]
-    again = _start(["first"], options, ("--resume", "1000", "--seed", "1"), True)
-    assert again[-4:] == ["--seed", "1", "--resume", "auto"]
+    assert _without_resume(("--resume", "1000", "--seed", "1", "--resume=auto", "--resume")) == ["--seed", "1"]
 
 
 def test_machines_of_a_hostfile(hostfile):
     plan = _plan(hostfile=hostfile, master_addr="10.0.0.1", master_port=2345)
     args = _deepspeed(plan)
     assert (args.hostfile, args.force_multi) == (hostfile, True)
-    assert (args.master_addr, args.master_port, plan.world_size) == ("10.0.0.1", 2345, 6)
+    assert (args.master_addr, args.master_port, plan.ranks) == ("10.0.0.1", 2345, 6)
 
 
 def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, monkeypatch):
@@ -126,17 +120,17 @@ def test_characters_that_cannot_be_forwarded_are_named():
         assert f"it contains {character!r}" in str(error.value)
 
 
-def test_a_working_folder_that_shells_would_act_on_is_refused(tmp_path):
-    plan = LaunchPlan(LaunchOptions(), WORDS, 1, 29500, hosts=(Host("w1", (0,)),))
-    check_paths(plan, tmp_path)
+def test_a_working_folder_that_shells_would_act_on_is_refused(hostfile, tmp_path, monkeypatch):
+    (tmp_path / "a;id").mkdir()
+    monkeypatch.chdir(tmp_path / "a;id")
     with pytest.raises(ConfigError, match=r"the working folder '.*' contains ';'"):
-        check_paths(plan, tmp_path / "a;id")
+        build_command(_plan(hostfile=hostfile), WORDS)
 
 
 def test_machines_come_in_the_order_of_the_file(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# cluster\n\nw1 slots=4\r\n  gpu_node-2.example.org\tslots=2  # new\n10.0.0.3 slots=1")
-    assert [(host.name, len(host.slots)) for host in read_hostfile(path)] == [
+    assert [(host.name, host.slots) for host in read_hostfile(path)] == [
         ("w1", 4),
         ("gpu_node-2.example.org", 2),
         ("10.0.0.3", 1),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dino_ds.basics.ports import find_free_port
-from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, ssh_cluster
+from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, two_machines
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, losses_of, train_tiny
 
@@ -32,8 +32,8 @@ def test_hostfile_over_ssh_and_pdsh_and_a_rank_that_is_killed(tmp_path):
     words = ["launch", "--hostfile", tmp_path / "hosts", "--max_restarts", 1, "--master_port", find_free_port(), "--"]
     words += ["--data.root", images, "--run_dir", run, "--ds_config", "ds_configs/zero2_fp32.json"]
     words += [part for name, value in {**TINY, **changes}.items() for part in (f"--{name}", value)]
-    (tmp_path / "ssh").mkdir()
-    with ssh_cluster(tmp_path / "ssh") as environment, (tmp_path / "output").open("w+") as file:
+    environment = two_machines(tmp_path)
+    with (tmp_path / "output").open("w+") as file:
         process = subprocess.Popen(
             dino_ds(*words),
             cwd=REPOSITORY,
@@ -59,7 +59,7 @@ def test_hostfile_over_ssh_and_pdsh_and_a_rank_that_is_killed(tmp_path):
     assert all(f"machine  {host}: 1 ranks" in output for host in HOSTS) and "command  " in output
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     died, restart = (event for event in events if event["kind"] in ("error", "restart"))
-    assert (restart["code"], restart["rank"]) == (6, 1) and died["step"] - restart["checkpoint"] <= 10
+    assert restart["code"] == 6 and "rank 1 died" in died["line"] and died["step"] - restart["checkpoint"] <= 10
     assert losses_of(run) == losses_of(straight)
     ours, theirs = (load_file(where / "teacher.safetensors") for where in (run, straight))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
