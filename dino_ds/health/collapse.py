@@ -28,7 +28,7 @@ class _Alarm:
         self.on = False
 
     def _report(self, step: int, kind: str, symptom: str) -> str:
-        """Count a line of metrics with a symptom of this kind; returns the alarm's line if the alarm starts, else ""."""
+        """Count a line of metrics with a symptom of this kind; returns the line of an alarm that starts, else ""."""
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
         self._kind, was_on = kind, self.on
         self.on = bool(kind) and (was_on or self._windows >= WINDOWS)
