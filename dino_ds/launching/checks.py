@@ -107,9 +107,9 @@ def find_problems(answers: dict[Host, Answer], run_dir: Path) -> list[str]:
     for host, answer in answers.items():
         name = host.name
         problems += [
-            f"{name}: {what} is {answer.same.get(what)}, and {value} on {first}: make it the same everywhere"
-            for what, value in expected.items()
-            if answer.same.get(what) != value
+            f"{name}: {key} is {answer.same.get(key)}, and {value} on {first}: make it the same everywhere"
+            for key, value in expected.items()
+            if answer.same.get(key) != value
         ]
         if not answer.sees:
             problems.append(f"{name}: does not see {run_dir} of this machine: put --run_dir on a disk that all share")

@@ -145,8 +145,8 @@ def _bad(name: str, says: str, fault: inject.Fault, ds: str, *flags: str) -> Kin
 
 _SCALE = ("--ds.fp16.initial_scale_power", "4", "--ds.fp16.hysteresis", "1")
 NUMBERS = [
-    _bad("NaN on rank 1, ZeRO 0, FP32", "(rank 1)", loss_times(NAN, 8, (1,)), "zero0_fp32.json"),
-    _bad("NaN on rank 1, ZeRO 2, bf16", "(rank 1)", loss_times(NAN, 8, (1,)), "zero2_bf16.json"),
+    _bad("NaN on rank 1, ZeRO 0, FP32", "on images of ranks 1", loss_times(NAN, 8, (1,)), "zero0_fp32.json"),
+    _bad("NaN on rank 1, ZeRO 2, bf16", "on images of ranks 1", loss_times(NAN, 8, (1,)), "zero2_bf16.json"),
     _bad("infinite on all, ZeRO 3", "3 times", loss_times(1e39, 8, (0, 1)), "zero3_fp32.json"),
     _bad("fp16 overflow", "loss scale", loss_times(1e30, 8, (0,)), "zero2_fp16.json", *_SCALE),
     Kind("NaN twice", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), 2), goes_on=False),
@@ -177,7 +177,7 @@ DATA = [
         inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
     ),
     Kind(
-        "images of one color", (0, 0), "100% of the images are of one color", before=scene.black_images,
+        "images of one color", (0, 0), "100.00% of the images are of one color", before=scene.black_images,
         goes_on=False,
     ),
     Kind("half of the images empty", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
