@@ -58,9 +58,7 @@ def test_a_start_without_room_leaves_nothing(tmp_path, world, free_kib):
 
 def _files(run):
     """All files of a run but its heartbeats, which are those of the last start."""
-    return {
-        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "heartbeats"
-    }
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "heartbeats"}
 
 
 def test_a_resume_without_room_leaves_the_run_as_it_was(tmp_path):
