@@ -52,11 +52,6 @@ class Draws:
         """A hash of the group of each image."""
         return hashlib.blake2b(np.ascontiguousarray(self._groups).tobytes(), digest_size=16).hexdigest()
 
-    def most_repeats(self, part: int, length: int) -> float:
-        """Times that each image of a part's smallest group is drawn in an epoch of `length` images."""
-        groups = self._part_of_group == part
-        return float(self.counts(length)[part] / self._counts[part] / self._sizes[groups].min())
-
     def counts(self, length: int) -> np.ndarray:
         """Images of each part, (parts,) int64, in an epoch of `length`, by largest remainders."""
         exact = [share * length for share in self._shares]

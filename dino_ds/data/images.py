@@ -112,8 +112,6 @@ def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
 
     The image is not turned by its orientation. Raises UnreadableImage for values that Pillow would not return in full.
     """
-    if isinstance(image, TiffImageFile) and not reads_as_stored(image):
-        raise UnreadableImage(name, f"numbers that Pillow's {image.mode} does not hold: give it as an array")
     if isinstance(image, ImageFile.ImageFile) and image.mode[0] not in "IF" and is_deep(image, b""):
         raise UnreadableImage(name, f"more than 8 bits a channel, and Pillow's {image.mode} has 8: give it as an array")
     if _STORED.get(image.mode) == channels:

@@ -173,8 +173,6 @@ def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImage
 
 _MOST_FIELD = 1 << 16
 """Characters of the longest name or cluster in a file."""
-_OFTEN = 10
-"""Repeats of an image in an epoch above which a note warns of them."""
 
 
 def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
@@ -196,7 +194,14 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     from dino_ds.data.draws import Draws  # imports torch, which takes long: a mistyped path is reported before
 
     draws = Draws([part.share for part in parts], part_of, groups)
-    return draws, [*_left_out(labels, kind), *_repeats(draws, parts, kind, len(source))]
+    for part, count in zip(parts, draws.counts(len(source)), strict=True):
+        if not count:
+            raise ConfigError(
+                f"data.mixture: {part.place} with a share of {float(part.share):.3g} gives none of the {len(source)} "
+                "images of an epoch: raise its share, or leave it out"
+            )
+    without = int((labels < 0).sum())
+    return draws, [f"data.balance {kind}: {without} images have none, and are never drawn"] if without else []
 
 
 def _labels(source: Source, kind: str, file: str) -> np.ndarray:
@@ -220,30 +225,6 @@ def _numbered(parts: np.ndarray, labels: np.ndarray) -> np.ndarray:
     groups = np.full(len(labels), -1, np.int64)
     groups[has] = np.unique(keys, return_inverse=True)[1]
     return groups
-
-
-def _left_out(labels: np.ndarray, kind: str) -> list[str]:
-    without = int((labels < 0).sum())
-    return [f"data.balance {kind}: {without} images have none, and are never drawn"] if without else []
-
-
-def _repeats(draws: Draws, parts: tuple[MixturePart, ...], kind: str, images: int) -> list[str]:
-    """Notes on images that are drawn more than once an epoch. Raises ConfigError for a part with no image drawn."""
-    notes = []
-    for number, part in enumerate(parts):
-        if not draws.counts(images)[number]:
-            raise ConfigError(
-                f"data.mixture: {part.place} with a share of {float(part.share):.3g} gives none of the {images} images "
-                "of an epoch: raise its share, or leave it out"
-            )
-        most = draws.most_repeats(number, images)
-        if kind == "none" and most > 1:
-            notes.append(f"data.mixture: each image of {part.place} comes {most:.3g} times in an epoch")
-        elif most > _OFTEN:
-            group = "class" if kind == "classes" else "cluster"
-            where = "" if len(parts) == 1 else f" of {part.place}"
-            notes.append(f"data.balance: each image of the rarest {group}{where} comes {most:.3g} times in an epoch")
-    return notes
 
 
 def _read_clusters(file: str, source: Source) -> np.ndarray:

@@ -235,12 +235,3 @@ def test_so_many_channels_as_pillow_s_image_stores_are_taken_as_they_are(mode, c
     for found in (open_image(Arrays(of_mode(mode)), 0, None, channels=channels).decode(),
                   load_image(Arrays(of_mode(mode)), 0, None, channels)):  # fmt: skip
         np.testing.assert_array_equal(found, stored)
-
-
-@pytest.mark.parametrize("kind", ["i1", "u4"])
-def test_pillow_s_files_of_numbers_that_its_modes_do_not_hold_are_refused(kind):
-    """Signed bytes would come as unsigned ones, unsigned 32 bits as signed ones: a class gives them as arrays."""
-    with Image.open(io.BytesIO(by_tifffile(GRAY.astype(kind))(1))) as image:
-        for channels in (1, 3):
-            with pytest.raises(UnreadableImage, match=r"numbers that Pillow's . does not hold: give it as an array"):
-                open_image(Arrays(image), 0, None, channels=channels)
