@@ -7,6 +7,7 @@ import struct
 import zlib
 
 import numpy as np
+import tifffile
 from PIL import Image
 
 from dino_ds.data.decode import EncodedImage, check_channels
@@ -73,29 +74,13 @@ def png16(values: np.ndarray) -> bytes:
     return png_of(width, height, 16, color, zlib.compress(rows))
 
 
-def tiff(values: np.ndarray, order: str = "<", deflate: bool = False, photometric: int | None = None) -> bytes:
-    """A TIFF of the array's own type, (h, w) or (h, w, c); order < or >, the bytes'. One strip."""
-    height, width, channels = values.reshape(*values.shape[:2], -1).shape
-    data = values.astype(values.dtype.newbyteorder(order)).tobytes()
-    data = zlib.compress(data) if deflate else data
-    color = photometric or (2 if channels > 2 else 1)
-    sample_format = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
-    tags = [(256, "H", [width]), (257, "H", [height]), (258, "H", [8 * values.dtype.itemsize] * channels)]
-    tags += [(259, "H", [8 if deflate else 1]), (262, "H", [color]), (273, "I", [0]), (277, "H", [channels])]
-    tags += [(278, "H", [height]), (279, "I", [len(data)]), (284, "H", [1])]
-    tags += [(338, "H", [2])] if channels == 4 and color == 2 else []
-    tags += [(339, "H", [sample_format] * channels)]
-    packed = [struct.pack(f"{order}{len(numbers)}{kind}", *numbers) for _, kind, numbers in tags]
-    place = 8 + 2 + 12 * len(tags) + 4
-    first = place + sum(len(each) for each in packed if len(each) > 4)
-    entries, blobs = b"", b""
-    for (tag, kind, numbers), each in zip(tags, packed, strict=True):
-        inline = struct.pack(f"{order}I", first) if tag == 273 else each
-        if len(each) > 4:
-            inline, blobs = struct.pack(f"{order}I", place + len(blobs)), blobs + each
-        entries += struct.pack(f"{order}HHI", tag, {"H": 3, "I": 4}[kind], len(numbers)) + inline.ljust(4, b"\0")
-    begin = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HIH", 42, 8, len(tags))
-    return begin + entries + struct.pack(f"{order}I", 0) + blobs + data
+def tiff(values: np.ndarray, order: str = "<", compression: str | None = None) -> bytes:
+    """A TIFF of the array's own type, (h, w) or (h, w, c); order < or >, the bytes'."""
+    channels, stream = values.shape[2] if values.ndim == 3 else 1, io.BytesIO()
+    color = {"photometric": "rgb" if channels > 2 else "minisblack"}
+    alpha = {"extrasamples": ["unassalpha"]} if channels == 4 else {}
+    tifffile.imwrite(stream, values, byteorder=order, compression=compression, metadata=None, **color, **alpha)
+    return stream.getvalue()
 
 
 def ppm(values: np.ndarray, most: int) -> bytes:

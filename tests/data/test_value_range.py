@@ -54,7 +54,7 @@ def test_pngs_and_jpeg2000_keep_every_value(values):
 
 def test_transparency_lies_on_white():
     alpha = RGBA[:, :, 3:] / 65535
-    for data in (png16(RGBA), tiff(RGBA), tiff(RGBA, ">", deflate=True)):
+    for data in (png16(RGBA), tiff(RGBA), tiff(RGBA, ">", "zlib")):
         np.testing.assert_allclose(decoded(data, FULL), RGBA[:, :, :3] / 65535 * alpha + 1 - alpha, atol=2 / 65535)
 
 
