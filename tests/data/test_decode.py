@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import PILLOW
-from tests.data.files import ORANGE, decode_rgb, encoded, photo
+from tests.data.files import ORANGE, decode_rgb, encoded, photo, png_chunk
 
 LIMIT = 10**7
 
@@ -127,3 +128,56 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
     with pytest.raises(MemoryError):
         decode_rgb(data, "file", LIMIT)
+
+
+# metadata
+
+
+PHOTO = photo(48, 32)
+BAD_EXIF = b"Exif\0\0\xff\xff" + bytes(range(200))
+LARGE = bytes(3 << 20)
+
+
+def png_with(*chunks: bytes, late: bool = False) -> bytes:
+    data = encoded(PHOTO, "PNG")
+    begin = len(data) - 12 if late else 33
+    return data[:begin] + b"".join(chunks) + data[begin:]
+
+
+def jpeg_with(body: bytes) -> bytes:
+    data = encoded(PHOTO, "JPEG")
+    return data[:20] + struct.pack(">BBH", 0xFF, 0xE1, len(body) + 2) + body + data[20:]
+
+
+def text(kind: bytes, content: bytes) -> bytes:
+    head = {b"zTXt": b"k\0\0", b"iTXt": b"k\0\1\0\0\0", b"iCCP": b"k\0\0"}[kind]
+    return png_chunk(kind, head + zlib.compress(content))
+
+
+METADATA = {
+    **{f"PNG {kind.decode()}": png_with(text(kind, LARGE)) for kind in (b"zTXt", b"iTXt", b"iCCP")},
+    "PNG zTXt after the pixels": png_with(text(b"zTXt", LARGE), late=True),
+    "PNG EXIF": png_with(png_chunk(b"eXIf", BAD_EXIF[6:])),
+    "JPEG EXIF": jpeg_with(BAD_EXIF),
+    "JPEG EXIF, cut off": jpeg_with(BAD_EXIF[:9]),
+    "WebP EXIF": encoded(PHOTO, "WEBP", lossless=True, exif=BAD_EXIF),
+}
+
+
+@pytest.mark.parametrize("case", METADATA)
+def test_pixels_are_those_of_the_plain_file(case):
+    form = case.split()[0]
+    plain = encoded(PHOTO, form, **({"lossless": True} if form == "WebP" else {}))
+    image = EncodedImage(METADATA[case], "file", 10**6)
+    assert (image.width, image.height) == PHOTO.size
+    np.testing.assert_array_equal(image.decode(), EncodedImage(plain, "file", 10**6).decode())
+
+
+def test_the_orientation_outlives_other_metadata():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(PHOTO, "PNG", exif=exif)
+    expected = EncodedImage(data, "file", 10**6).decode()
+    assert expected.shape[:2] == PHOTO.size
+    data = data[:33] + text(b"iCCP", LARGE) + data[33:]
+    np.testing.assert_array_equal(EncodedImage(data, "file", 10**6).decode(), expected)
