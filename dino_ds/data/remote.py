@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import functools
+import glob
 import hashlib
 import os
 import random
 import re
 import time
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,6 +33,8 @@ are listed, which takes many answers."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 15.0
 _GAP, _MOST_TOGETHER = 4096, 8 << 20
 """Most bytes between two pieces of one request, and of such a request."""
+_ASKED = 8
+"""Files of a folder that are asked for one by one; more are listed."""
 _TAGS = ("ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "updated", "mtime")
 """Facts that drivers give of a file, of which the first tells one content from another."""
 
@@ -45,37 +49,52 @@ def check_url(url: str, key: str) -> None:
     _driver(url)
 
 
-def find_files(pattern: str) -> list[str]:
-    """Sorted addresses of the files in a folder whose names fit a pattern. Raises DataError."""
-    scheme, (folder, name) = pattern.partition("://")[0], os.path.split(pattern)
-    if any(sign in folder for sign in "*?["):
-        raise DataError(
-            f"{printable(pattern)}: only the last part of an address may be a pattern: name folders by {{a,b}}"
-        )
-    list_folder = functools.partial(_call, f"{folder}/", "ls", detail=True)
-    files = list[dict[str, Any]]()
-    with suppress(FileNotFoundError):
-        files = _wait(_retried(f"{folder}/", list_folder, _OPEN_SECONDS, _LIST_SECONDS))
-    names = [file["name"] for file in files if file["type"] != "directory"]
-    urls = (entry if is_url(entry) else f"{scheme}://{entry}" for entry in names)
-    return sorted(url for url in urls if fnmatch.fnmatchcase(os.path.basename(url), name))
+def find_files(pattern: str) -> dict[str, list[int]]:
+    """Addresses that a pattern with * stands for, sorted, each with its size and tag. Raises DataError."""
+    scheme = pattern.partition("://")[0]
+    folder, name = os.path.split(pattern)
+
+    async def find() -> list[dict[str, Any]]:
+        if glob.has_magic(folder) or "**" in name:
+            return [*(await _call(pattern, "glob", detail=True)).values()]
+        with suppress(FileNotFoundError):  # once: glob lists a folder twice
+            listed = await _call(f"{folder}/", "ls", detail=True)
+            return [file for file in listed if fnmatch.fnmatchcase(os.path.basename(file["name"]), name)]
+        return []
+
+    begin = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+
+    async def reach() -> None:
+        try:
+            await _call(begin, "info")
+        except Exception as error:
+            if not _understand(error)[0]:  # a status, even of an error, is an answer
+                raise
+
+    with suppress(FileNotFoundError):  # a server that can't be reached is noticed before the long wait for a listing
+        _wait(_retried(begin, reach, _OPEN_SECONDS))
+    found = _wait(_retried(pattern, find, _OPEN_SECONDS, _LIST_SECONDS))
+    files = {file["name"] if is_url(file["name"]) else f"{scheme}://{file['name']}": file for file in found}
+    return {url: _state(facts) for url, facts in sorted(files.items()) if facts["type"] != "directory"}
 
 
 def find_states(urls: Sequence[str]) -> list[list[int]]:
-    """Size and tag of each file. Raises DataError for missing ones."""
+    """Size and tag of each file; those of a bucket's folder come by listing it. Raises DataError for missing ones."""
+    folders = Counter(map(os.path.dirname, urls))
+    listed = {folder for folder, count in folders.items() if count > _ASKED and not folder.startswith("http")}
+    known = {url: state for folder in listed for url, state in find_files(f"{folder}/*").items()}
 
-    async def find(url: str) -> list[int] | None:
+    async def find(url: str) -> None:
         with suppress(FileNotFoundError):
-            return (await _retried(url, lambda: _get(url, 0, 1), _OPEN_SECONDS))[1]
-        return None
+            known[url] = (await _retried(url, lambda: _get(url, 0, 1), _OPEN_SECONDS))[1]
 
-    async def find_all() -> list[list[int] | None]:
-        return await asyncio.gather(*map(find, urls))
+    async def find_all() -> None:
+        await asyncio.gather(*(find(url) for url in urls if os.path.dirname(url) not in listed))
 
-    states = _wait(find_all())
-    if missing := [url for url, state in zip(urls, states, strict=True) if state is None]:
+    _wait(find_all())
+    if missing := [url for url in urls if url not in known]:
         raise DataError(f"{len(missing)} of {len(urls)} files are not there, such as {printable(missing[0])}")
-    return states
+    return [known[url] for url in urls]
 
 
 class Remote:
@@ -208,8 +227,8 @@ async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, 
         except (DataError, ConfigError, FileNotFoundError):
             raise
         except Exception as error:  # each driver has its own family of errors
-            status, reason = _understand(error)
-            wait = random.uniform(0.5, 1) * min(_LONGEST_WAIT, _FIRST_WAIT * 2**tries)
+            status, after, reason = _understand(error)
+            wait = max(after, random.uniform(0.5, 1) * min(_LONGEST_WAIT, _FIRST_WAIT * 2**tries))
             used = time.monotonic() - begin
             if status in (404, 410):
                 raise FileNotFoundError(2, "not there", printable(url)) from None
@@ -223,17 +242,19 @@ async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, 
         await asyncio.sleep(wait)
 
 
-def _understand(error: BaseException) -> tuple[int, str]:
-    """HTTP status in an error, or 0; and words without addresses, since some are signed."""
-    for cause in filter(None, (error, error.__cause__)):
-        response = getattr(cause, "response", None)
+def _understand(error: BaseException) -> tuple[int, float, str]:
+    """HTTP status in an error, or 0; seconds that its server asks to wait; words without addresses: some are signed."""
+    for one in filter(None, (error, error.__cause__)):
+        response = getattr(one, "response", None)
         about = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-        status = about.get("HTTPStatusCode") or getattr(cause, "status", 0)
+        status = about.get("HTTPStatusCode") or getattr(one, "status", 0)
         if isinstance(status, int) and status >= 400:
-            return status, f"HTTP {status}"
+            headers = about.get("HTTPHeaders") or getattr(one, "headers", None) or {}
+            after = headers.get("retry-after") or headers.get("Retry-After") or ""
+            return status, float(after) if after.isdigit() else 0.0, f"HTTP {status}"
     if isinstance(error, asyncio.TimeoutError):
-        return 0, "no answer"
-    return 0, one_line(re.sub(r"\S*://\S*", "...", f"{type(error).__name__}: {error}"), 120)
+        return 0, 0.0, "no answer"
+    return 0, 0.0, one_line(re.sub(r"\S*://\S*", "...", f"{type(error).__name__}: {error}"), 120)
 
 
 async def _call(url: str, name: str, **options: Any) -> Any:
@@ -253,21 +274,19 @@ def _driver_of(scheme: str, pid: int) -> Any:
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":  # tries and waits are counted here
         options["config_kwargs"] = {"retries": {"max_attempts": 0}, "max_pool_connections": _REQUESTS}
+    elif scheme.startswith("http"):
+        options["client_kwargs"] = {"trust_env": True}
     try:
         import fsspec
 
-        if scheme.startswith("http"):  # a server that can't be reached is noticed before the long wait for a listing
-            from aiohttp import ClientTimeout
-
-            options["client_kwargs"] = {"trust_env": True, "timeout": ClientTimeout(sock_connect=_OPEN_SECONDS / 2)}
-        system = fsspec.filesystem(scheme, **options)
-        system.gate, system.retries = asyncio.Semaphore(_REQUESTS), 1  # the second of s3fs
-        return system
+        found = fsspec.filesystem(scheme, **options)
+        found.gate, found.retries = asyncio.Semaphore(_REQUESTS), 1  # the second of s3fs
+        return found
     except ImportError:
         extra = "'dino_ds[remote]'" if scheme in ("s3", "http", "https") else _DRIVERS[scheme]
         raise ConfigError(f"{scheme}:// needs {_DRIVERS[scheme]}: pip install {extra}") from None
     except Exception as error:
-        raise ConfigError(f"{scheme}:// can't be opened: {_understand(error)[1]}") from None
+        raise ConfigError(f"{scheme}:// can't be opened: {_understand(error)[2]}") from None
 
 
 def _loop() -> Any:

@@ -194,7 +194,7 @@ def expand(pattern: str) -> list[str]:
         if number >= _MAX_FILES:
             raise DataError(f"data.root {pattern} stands for more than {_MAX_FILES} files: give fewer")
         find = find_files if is_url(path) else lambda path: sorted(glob.glob(path, recursive=True))
-        matches = find(path) if glob.has_magic(path) else [path]
+        matches = list(find(path)) if glob.has_magic(path) else [path]
         if not matches or not (is_url(path) or os.path.isfile(matches[0])):
             raise DataError(
                 f"data.root {pattern}: its file {printable(path)} is not there: fix the pattern or fetch it"

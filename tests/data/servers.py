@@ -29,7 +29,7 @@ class Served(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder, self.faults, self.delay, self.dead = folder, list[object](), 0.0, False
-        self.ranges = True
+        self.ranges, self.retry_after = True, "0"
         self.bytes_sent, self.requests = 0, Counter[str]()
         self.lock = threading.Lock()
 
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, float):
             time.sleep(fault)
         if isinstance(fault, int):
-            return self._answer(fault, b"", {})
+            return self._answer(fault, b"", {"Retry-After": server.retry_after})
         if path.is_dir():
             names = "".join(f'<a href="{one.name}">{one.name}</a>' for one in sorted(path.iterdir()))
             return self._answer(200, names.encode(), {"Content-Type": "text/html"})
