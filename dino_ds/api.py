@@ -7,6 +7,7 @@ function raises an exception of dino_ds.errors.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.text_file import read_lines
+from dino_ds.basics.text_file import read_lines, read_object
 from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
 from dino_ds.cli.main import call, check_software, prepare
 from dino_ds.config.fields import IMAGE_FORMS
@@ -123,14 +124,17 @@ def embed(
     warns of images that can't be read: their rows are NaN."""
     with tempfile.TemporaryDirectory() as folder:
         images = _listed(root, Path(folder)) if isinstance(root, list | tuple) else root
-        file = Path(folder) / "embeddings.pt" if out is None else out
+        file = Path(folder) / "embeddings.npy" if out is None else out
         facts = _run("embed", options, model=model, root=images, out=file)
         if out is not None:
             return Path(facts["out"])
-        import torch
+        import numpy as np
 
-        content = torch.load(file, weights_only=True)
-        return Embeddings(content["features"].numpy(), content["names"], content["labels"].numpy(), content["classes"])
+        with (Path(folder) / "embeddings.csv").open(newline="", encoding="utf-8") as lines:
+            _, *rows = csv.reader(lines)
+        names, labels, _ = zip(*rows, strict=True)
+        classes = read_object(Path(folder) / "embeddings.npy.json")["classes"]
+        return Embeddings(np.load(file), list(names), np.array(labels, int), classes)
 
 
 def find(features: Place, images: Sequence[Place], top: int = 20, **options: Any) -> list[Found]:

@@ -25,17 +25,13 @@ if TYPE_CHECKING:
     from dino_ds.data.images import ValueRange
     from dino_ds.weights.load import Backbone
 
-_ENDINGS = (".parquet", ".npy", ".csv", ".pt")
-
 
 def check(options: EmbedOptions) -> None:
     """Refuse options that are wrong whatever the images and weights are. Raises ConfigError."""
     path = Path(os.path.expanduser(options.out))
-    if path.suffix not in _ENDINGS:
-        raise ConfigError(f"--out {path} must end in {', '.join(_ENDINGS)}: the ending says what is written")
-    if options.what == "patches" and path.suffix == ".csv":
-        raise ConfigError("--what patches gives a map an image, which no .csv holds: write .npy, .pt or .parquet")
-    for file in _files_of(path):
+    if path.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"--out {path} must end in .npy (a .csv beside it names the rows) or .parquet")
+    for file in (path, path.with_name(f"{path.name}.json"), path.with_suffix(".csv")):
         if file.exists() and not _parts_of(path).is_dir():
             raise ConfigError(f"{file} is there already: remove it, or name another file with --out")
     if reason := why_not_writable(path):
@@ -44,11 +40,6 @@ def check(options: EmbedOptions) -> None:
         from dino_ds.data.parquet import import_parquet
 
         import_parquet()
-
-
-def _files_of(path: Path) -> tuple[Path, ...]:
-    """All files of an embedding: for .npy the .csv that names its rows, the .json that describes it, and `path`."""
-    return (*[path.with_suffix(".csv")] * (path.suffix == ".npy"), path.with_name(f"{path.name}.json"), path)
 
 
 def _parts_of(path: Path) -> Path:
@@ -92,17 +83,16 @@ def run(options: EmbedOptions) -> Result:
     reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
     with distributed.raise_on_all_ranks():
         mine = parts.write(describing(model, options.what), source, reading)
-    gathered = distributed.gather_objects(mine)
-    bad, damaged = ([text for texts in each for text in texts] for each in zip(*gathered, strict=True))
+    bad = [text for texts in distributed.gather_objects(mine) for text in texts]
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             if len(bad) == len(source):
                 shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
-            put_together(path, _files_of(path), parts, source, _origin(options))
+            put_together(path, parts, source, _origin(options))
     more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
     unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
-    notes = [note for note in (*getattr(source, "notes", ()), *notes, *damaged, unread) if note]
+    notes = [note for note in (*getattr(source, "notes", ()), *notes, unread) if note]
     facts = {"out": str(path), "shape": [parts.images, *parts.shape], "dtype": parts.dtype, "first": source.name(0)}
     page = f"{path}: {' x '.join(map(str, facts['shape']))} {parts.dtype}; rows as {facts['first']}, ..."
     return Result({**facts, "notes": notes}, page, notes)

@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.basics.text_file import read_object
-from dino_ds.checkpoint.files import checksum
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image, open_image
@@ -149,22 +148,15 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> bytes:
 def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     """Open features as `embed` has written them, and the images that they are of, unchanged."""
     path = Path(os.path.expanduser(options.features))
-    if path.suffix not in (".npy", ".parquet", ".csv"):
-        raise ConfigError(f"{path} is not .npy, .parquet or .csv: give what dino-ds embed --out has written")
+    if path.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"{path} is not .npy or .parquet: give what dino-ds embed writes now, or embed again")
     beside = path.with_name(f"{path.name}.json")
     try:
         about = read_object(beside)
         kind, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
         images = [about["origin"][name] for name in ("model", "source", "root")]
-        files = {path.with_suffix(ending): record for ending, record in about["files"].items()}
-        changed = next((file for file, record in files.items() if vars(checksum(file)) != record), None)
         if kind == "patches":
             raise ConfigError(f"{path} has maps of patches: embed with --what cls or mean, a vector an image")
-        if changed is not None or path not in files:
-            raise DataError(
-                f"{changed or path} is not the file that embed has written with {beside.name}: cut off, joined with "
-                "another or changed; embed again"
-            )
         rows = _read_rows(path, shape, options.memory_gib)
     except OSError as error:
         raise DataError(
@@ -195,12 +187,6 @@ def _read_rows(path: Path, shape: tuple[int, ...], memory_gib: float) -> np.ndar
         return rows
     if 4 * shape[0] * shape[1] > memory_gib * 2**30:
         raise ConfigError(f"{path} has more than --memory_gib {memory_gib:g}: embed as .npy, or give more")
-    if path.suffix == ".csv":
-        columns = range(3, 3 + shape[1])
-        rows = np.loadtxt(path, np.float32, None, ",", skiprows=1, usecols=columns, ndmin=2, quotechar='"')
-    else:
-        column = import_parquet().read_table(path, columns=["features"])["features"].combine_chunks()
-        rows = column.flatten().to_numpy(zero_copy_only=False)
-        if rows.dtype.kind != "f" or {len(row) for row in column} != {shape[1]}:
-            raise ValueError(f"it has rows of other kinds or lengths than {shape[1]} numbers")
+    column = import_parquet().read_table(path, columns=["features"])["features"].combine_chunks()
+    rows = column.flatten().to_numpy(zero_copy_only=False)
     return rows.reshape(shape)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -17,14 +16,7 @@ from PIL import Image
 
 from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
-from dino_ds.commands.data_statistics import (
-    ImageFacts,
-    advise_normalization,
-    look_at,
-    measure_channels,
-    report,
-    summarize,
-)
+from dino_ds.commands.data_statistics import look_at, measure_channels, report, summarize
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.data.base import Source, UnreadableImage
@@ -32,12 +24,11 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.decode import open_image
 from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
-from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
-from dino_ds.data.images import ValueRange
+from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalization import Normalization, how_visible, visible, with_hidden_patches
+from dino_ds.data.normalization import visible, with_hidden_patches
 from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import LookDataOptions
@@ -61,43 +52,40 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     Raises ConfigError for impossible arguments, DataError without readable images.
     """
     png = _check(options.out)
-    data = recipe.data
-    source = training_images(data, recipe.eval.val_share)
-    recipe, words = _with_some_range(recipe, source)
-    channels = recipe.model.in_chans
-    facts = look_at(source, options.sample, recipe.seed, data.workers, data.max_pixels, channels)
-    if hasattr(source, "read"):
-        facts = [_unless_skipped(fact, channels) for fact in facts]
-    facts, misfits = _unless_beyond(facts, source, recipe.data.known_range)
-    about_values = {"value_range": words, "misfits": misfits}
-    statistics = _describe(facts, source, recipe) | about_values | {"shown": how_visible(channels)}
+    source = training_images(recipe.data, recipe.eval.val_share)
+    recipe, range_lines = _with_some_range(recipe, source)
+    data, channels = recipe.data, recipe.model.in_chans
+    facts = look_at(source, options.sample, recipe)
+    measured = measure_channels(facts, channels, data.known_range)
+    statistics = {
+        "source": data.source,
+        "root": data.place if data.mixture else data.root,
+        **summarize(facts, source),
+        "value_range": range_lines,
+        "channels": measured and {"mean": measured.mean, "std": measured.std},
+        "sheet": str(png),
+    }
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
-        raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(statistics)}")
-    few = [f"{len(rows)} images on the sheet, {options.images} were asked for"] if len(rows) < options.images else []
-    sheet = draw_sheet(rows, _title(recipe), statistics["shown"] and f"Shown: {statistics['shown']}")
+        raise DataError(f"no image has model.in_chans {channels} channels")
+    sheet = draw_sheet(rows, _title(recipe))
     with replacing(png) as path:
         sheet.savefig(path, format="png")
-    statistics["sheet"] = str(png)
-    return Result(statistics, report(statistics), [f"note: {note}" for note in (*getattr(source, "notes", ()), *few)])
+    return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
 
-def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
-    """`recipe` with a range for images deeper than 8 bits, if need be the measured one, and a line about it."""
+def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, list[str]]:
+    """`recipe` with a range for images deeper than 8 bits, if need be the measured one, and lines about it."""
     try:
         ranged, notes = with_value_range(recipe, source)
         was_found = ranged.data.known_range != recipe.data.known_range
-        return ranged, notes[0] if was_found else f"data.value_range {show_value(ranged.data.value_range)}"
+        return ranged, notes if was_found else [f"data.value_range {show_value(ranged.data.value_range)}", *notes]
     except ConfigError as error:
         sample = look_at_values([source], recipe.model.in_chans, recipe.data.max_pixels)
         if not sample.deep:
             raise
         data = recipe.data.model_copy(update={"value_range": sample.measured})
-        return recipe.model_copy(update={"data": data}), str(error)
-
-
-def _modes(statistics: dict[str, Any]) -> str:
-    return ", ".join(f"{images} of mode {mode}" for mode, images in statistics["modes"].items())
+        return recipe.model_copy(update={"data": data}), [str(error)]
 
 
 def _check(out: str) -> Path:
@@ -107,41 +95,6 @@ def _check(out: str) -> Path:
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
     return path
-
-
-def _unless_skipped(fact: ImageFacts, wanted: int) -> ImageFacts:
-    """`fact`, marked as unreadable if training would skip the file for its number of channels."""
-    there = 3 if len(fact.mean) == 1 != wanted else len(fact.mean)
-    return fact if fact.problem or there == wanted else replace(fact, problem=f"{there} channels, {wanted} are wanted")
-
-
-def _unless_beyond(
-    facts: list[ImageFacts], source: Source, value_range: ValueRange | None
-) -> tuple[list[ImageFacts], list[str]]:
-    """`facts`, with files beyond the range marked as unreadable; and lines on images that the range does not fit."""
-    deep = {
-        position: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high)
-        for position, fact in enumerate(facts)
-        if fact.problem is None and fact.type != "uint8"
-    }
-    known = list(facts)
-    for position, image in deep.items():
-        if why := image.why_skipped(value_range):
-            known[position] = replace(facts[position], problem=why)
-    return known, find_misfits(list(deep.values()), value_range)
-
-
-def _describe(facts: list[ImageFacts], source: Source, recipe: Recipe) -> dict[str, Any]:
-    summary = summarize(facts, source)
-    measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
-    is_given = recipe.data.mean is not None
-    advice = advise_normalization(measured, Normalization.of(recipe), is_given) if measured else ""
-    return {
-        "source": recipe.data.source,
-        "root": recipe.data.place if recipe.data.mixture else recipe.data.root,
-        **summary,
-        "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
-    }
 
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
@@ -202,8 +155,8 @@ class Seen:
         return GLOBAL_COLOR if crop < self.num_global else LOCAL_COLOR
 
 
-def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Figure:
-    """Draw one row per image, all crops of a kind in one size, and a `note` below the rows."""
+def draw_sheet(rows: Sequence[Seen], title: str) -> Figure:
+    """Draw one row per image, all crops of a kind in one size."""
     large = rows[0].num_global
     small = (len(rows[0].crops) - large + 1) // 2
     columns = _ORIGINAL + _GLOBAL * large + small
@@ -223,7 +176,6 @@ def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Figure:
             axes = _show(figure.add_subplot(cell), picture)
             _tag(axes, 0, 0, crop, row)
     _draw_title(figure, title, rows[0], height)
-    figure.text(0.01, 0.15 / height, note, fontsize=9)
     return figure
 
 

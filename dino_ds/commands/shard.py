@@ -1,4 +1,4 @@
-"""`dino-ds shard`: writes the images of any source as tar shards in WebDataset's layout, with checksums."""
+"""`dino-ds shard`: writes image files as tar shards in WebDataset's layout, with checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -21,9 +20,9 @@ from dino_ds.basics.durable import replace_file, replacing
 from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage
+from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.formats import ENDINGS, EXTENSIONS
 from dino_ds.data.image_set import changed_images, facts_of_images
-from dino_ds.data.images import pillow_values
 from dino_ds.data.shards import CLASSES, INDEX
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_members import index_line
@@ -42,7 +41,6 @@ _MAX_PIXELS = 178956970
 _QUALITY = 90
 _MOST_PARTS = 64
 """Most parts of a path in a shard: not every file system takes deeper folders."""
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
 
@@ -54,9 +52,9 @@ def run(options: ShardOptions) -> Result:
     begin = time.monotonic()
     if is_url(options.out):
         raise ConfigError(f"--out {options.out} is not a folder: write the shards to a disk, then copy them there")
-    images = build_source(options.source, options.root, options.split, False)
-    plan = {name: getattr(options, name) for name in ("source", "split", "shard_size", "shrink")}
-    plan |= {"images": len(images)}
+    images = build_source("folder", options.root, "train", False)
+    assert isinstance(images, EncodedImages)  # all forms of data.root are
+    plan = {"images": len(images), "shard_size": options.shard_size, "shrink": options.shrink}
     folder = Path(os.path.expanduser(options.out))
     try:
         _begin_or_continue(folder, plan, images)
@@ -73,7 +71,7 @@ def run(options: ShardOptions) -> Result:
     count, seconds = len(images) - len(bad), time.monotonic() - begin
     facts = {"out": str(folder), "shards": len(shards.names), "images": count, "bytes": size}
     facts |= {"unreadable": len(bad), "seconds": round(seconds, 3)}
-    number = "1 shard" if len(shards.names) == 1 else f"{len(shards.names)} shards"
+    number = f"{len(shards.names)} shard{'s' * (len(shards.names) > 1)}"
     lines = [f"{count} images in {number}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)"]
     if bad:
         left_out = f"{len(bad)} images could not be read and are left out, such as {bad[0]}"
@@ -90,7 +88,7 @@ def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source) -> No
         try:
             known = json.loads(path.read_text())
             images_changed = changed_images(known.get(_BEGUN_WITH, {}), now)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError):
             raise ConfigError(f"{path} is damaged: give another --out, or remove {folder}") from None
         changed = [f"{key} was {known.get(key)}, is {value}" for key, value in plan.items() if known.get(key) != value]
         changed += [f"images changed: {images_changed}"] if images_changed else []
@@ -106,7 +104,7 @@ class _Shards(Dataset[tuple[str, list[str], str]]):
     """Writes a shard when its item is requested, whole or not at all; the item is the shard's SHA-256, texts that name
     its unreadable images, and its line of the index, or ("", [why the shard can't be written], "")."""
 
-    def __init__(self, folder: Path, images: Source, shrink: int | None, per_shard: int) -> None:
+    def __init__(self, folder: Path, images: EncodedImages, shrink: int | None, per_shard: int) -> None:
         self.folder, self.images, self._shrink, self._per_shard = folder, images, shrink, per_shard
         self.names = [f"{number:06d}.tar" for number in range(-(-len(images) // per_shard))]
 
@@ -124,9 +122,8 @@ class _Shards(Dataset[tuple[str, list[str], str]]):
                         digest.update(block)
                 line = index_line(part, self.names[number])
             return digest.hexdigest(), bad, line
-        except (OSError, DataError) as error:  # from a worker, torch would raise it with a traceback as its text
-            text = str(error) if isinstance(error, DataError) else f"{self.folder}: {error.strerror or error}"
-            return "", [text], ""
+        except OSError as error:  # from a worker, torch would raise it with a traceback as its text
+            return "", [f"{self.folder}: {error.strerror or error}"], ""
 
     def _write(self, path: Path, indices: range) -> list[str]:
         bad, taken, keys = list[str](), set[str](), dict[str, int]()
@@ -217,15 +214,10 @@ def _write_text(path: Path, lines: Iterable[str]) -> None:
     replace_file(path, "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape"))
 
 
-def repack(source: Source, index: int, shrink: int | None) -> tuple[str, bytes]:
-    """The name and bytes of an image in a shard: the source's own file, or a PNG if it has none; if the shorter side
-    has more than `shrink` pixels, a JPEG of that size.
-
-    Raises UnreadableImage, and DataError for an array that is not an RGB image.
-    """
-    name = _member_of(source, index)
-    read = getattr(source, "read", None)
-    data = _as_png(source.load(index), source.name(index)) if read is None else read(index)
+def repack(source: EncodedImages, index: int, shrink: int | None) -> tuple[str, bytes]:
+    """The name and bytes of an image in a shard: its file, or, if the shorter side has more than `shrink` pixels, a
+    JPEG of that size. Raises UnreadableImage."""
+    name, data = _member_of(source, index), source.read(index)
     smaller = None if shrink is None else _shrunk(data, shrink, source.name(index))
     if smaller is not None:
         data = smaller
@@ -239,26 +231,13 @@ def repack(source: Source, index: int, shrink: int | None) -> tuple[str, bytes]:
     return name, data
 
 
-def _member_of(source: Source, index: int) -> str:
+def _member_of(source: EncodedImages, index: int) -> str:
     """The image's name within the data set as a safe relative path: never absolute, no .. and nothing hidden."""
     text: str = getattr(source, "member", source.name)(index)
     parts = [part for part in text.replace("\0", "?").split("/") if part not in ("", ".", "..")]
     if not parts:
         return str(index)
     return "/".join([*parts[-_MOST_PARTS:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
-
-
-def _as_png(image: Image.Image | Any, name: str) -> bytes:
-    if isinstance(image, Image.Image) and image.mode not in _PNG_MODES:
-        image = pillow_values(image, 3, name)
-    if isinstance(image, np.ndarray):
-        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            array = f"{image.dtype} of shape {image.shape}"
-            raise DataError(f"{name} is an array of {array}; only RGB images of 8 bits can be put into shards")
-        image = Image.fromarray(image)
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 def _shrunk(data: bytes, side: int, name: str) -> bytes | None:

@@ -109,15 +109,6 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
     return shown.clamp(0, 1).expand(3, -1, -1)
 
 
-def how_visible(channels: int) -> str:
-    """Describe how `visible` displays images of this number of channels; empty for RGB."""
-    if channels == 3:
-        return ""
-    if channels < 3:
-        return f"channel 1 of {channels} in gray, stretched from its 2nd to its 98th percentile"
-    return f"channels 1, 2, 3 of {channels} in red, green, blue, each stretched from its 2nd to its 98th percentile"
-
-
 def _fractions(pixels: Tensor) -> Tensor:
     return pixels.float() if pixels.is_floating_point() else pixels.float() / 255
 

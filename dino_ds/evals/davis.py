@@ -27,14 +27,12 @@ from dino_ds.engine import distributed
 from dino_ds.errors import DataError, one_line
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp
-from dino_ds.evals.landmarks import Benchmark
+from dino_ds.evals.landmarks import find_benchmark
 
-_BENCHMARK = Benchmark(
-    "DAVIS 2017",
-    "DAVIS",
-    ("ImageSets/2017/val.txt", "JPEGImages/480p", "Annotations/480p"),
-    "JPEGImages/480p/CLIP/00000.jpg, Annotations/480p/CLIP/00000.png and ImageSets/2017/val.txt",
-    "TrainVal 480p of https://davischallenge.org/davis2017/code.html",
+_CLIPS, _FRAMES, _LABELS = "ImageSets/2017/val.txt", "JPEGImages/480p", "Annotations/480p"
+_LAYOUT = (
+    f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
+    "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
 )
 _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
@@ -43,22 +41,21 @@ _TOLERANCE = 0.008
 """Tolerance of a boundary's position, as a fraction of the image's diagonal."""
 _MASKS = 16
 """Masks dilated at once."""
-Clip = tuple[list[Path], list[Path]]
-"""Frames and the label maps of their objects, in order."""
 
 
 def davis(context: EvalContext) -> dict[str, float]:
     """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
     with distributed.raise_on_all_ranks():
-        folder = _BENCHMARK.find(context.settings.benchmark_root)
-        clips = _read_clips(folder, folder / _BENCHMARK.marks[0])
-        _BENCHMARK.check(path for clip in clips for paths in clip for path in paths)
+        folder = find_benchmark(context.settings.benchmark_root, "DAVIS", (_CLIPS, _FRAMES, _LABELS), _LAYOUT)
+        clips = read_text(str(folder / _CLIPS), "a list of clips").split()
+        if not clips:
+            raise DataError(f"{folder / _CLIPS} names no clips: download it again")
     context.begin()
     judged, gave_up = list[list[float]](), False
     with distributed.raise_on_all_ranks():
         mine = clips[distributed.rank() :: distributed.world_size()]
         for clip in tqdm(mine, "davis: clips", leave=False, disable=distributed.hidden_bar(context.progress)):
-            judged += _judge(context, clip)
+            judged += _judge(context, folder, clip)
             if gave_up := context.give_up():
                 break
     answers = distributed.gather_objects((judged, gave_up))
@@ -163,22 +160,22 @@ def dilate(masks: Tensor, radius: int) -> Tensor:
     return F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)[:, 0] > 0.5
 
 
-def _judge(context: EvalContext, clip: Clip) -> list[list[float]]:
-    """J and F of each object of a clip; neither its first frame nor its last one counts."""
-    frames, model = NamedFiles(list(map(str, clip[0]))), context.backbone
+def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
+    """J and F of each object of a clip; neither its first frame nor its last one counts. Raises DataError."""
+    model, paths = context.backbone, sorted((folder / _FRAMES / clip).glob("*.jpg"))
+    if len(paths) < 3:
+        raise DataError(f"DAVIS: clip {clip} has {len(paths)} frames, 3 are needed: download it again")
+    frames = NamedFiles(list(map(str, paths)))
     width, height = _read(frames, 0).size
-    wanted = [read_label_map(path, (width, height)) for path in clip[1]]
+    wanted = [read_label_map(folder / _LABELS / clip / f"{path.stem}.png", (width, height)) for path in paths]
     objects = int(wanted[0].max())
     if objects == 0:
-        raise DataError(f"{clip[1][0]} has no object: DAVIS's maps of objects hold their numbers; download it again")
+        raise DataError(f"DAVIS: the first frame of clip {clip} has no object: download it again")
     sides = frame_sides(width, height, context.settings.size or _SIZE, model.stride)
 
     def patches(index: int) -> Tensor:
-        image = _read(frames, index)
-        if image.size != (width, height):
-            raise DataError(f"{clip[0][0].parent} has frames of {image.size} and {(width, height)} pixels")
-        scaled = to_tensor(image.resize(sides[::-1], Image.Resampling.BILINEAR), model.normalization)
-        return model.patch_tokens(scaled[None].to(context.device))[0].float()
+        resized = _read(frames, index).resize(sides[::-1], Image.Resampling.BILINEAR)
+        return model.patch_tokens(to_tensor(resized, model.normalization)[None].to(context.device))[0].float()
 
     tokens = patches(0)
     small = Image.fromarray(wanted[0]).resize((tokens.shape[1], tokens.shape[0]), Image.Resampling.NEAREST)
@@ -198,20 +195,6 @@ def _read(frames: NamedFiles, index: int) -> Image.Image:
     return image
 
 
-def _read_clips(folder: Path, listed: Path) -> list[Clip]:
-    clips = []
-    for name in read_text(str(listed), "a list of clips").split():
-        if name.startswith(".") or "/" in name or "\0" in name:
-            raise DataError(f"{listed} names {ascii(name)[:60]}, which is not the name of a clip")
-        frames = sorted((folder / "JPEGImages/480p" / name).glob("*.jpg"))
-        if len(frames) < 3:
-            raise DataError(f"DAVIS 2017: clip {name} has {len(frames)} frames, 3 are needed: download it again")
-        clips.append((frames, [folder / "Annotations/480p" / name / f"{frame.stem}.png" for frame in frames]))
-    if not clips:
-        raise DataError(f"{listed} names no clips: download it again")
-    return clips
-
-
 def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
     """Read uint8 (h, w): palette indices or gray values, 0 for void pixels; `size` is the photo's (width, height).
 
@@ -219,9 +202,9 @@ def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            mode, sides, mask = image.mode, image.size, np.array(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is not a readable PNG: {one_line(error)}") from None
-    if mode not in ("P", "L") or sides != size:
-        raise DataError(f"{path} has mode {mode} and size {sides}: wanted is a PNG with a palette, {size} as its photo")
+            if image.mode not in ("P", "L") or image.size != size:
+                raise ValueError(f"mode {image.mode} and size {image.size}: wanted is a palette, {size} as its photo")
+            mask = np.array(image)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{path} is not a PNG of labels: {one_line(error)}") from None
     return np.where(mask == _VOID, 0, mask).astype(np.uint8)

@@ -105,7 +105,8 @@ class Best:
         """Lines for the end of the run; kept: step of the best teacher in the run folder, if any."""
         if self.value is None:
             return []
-        values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{self._of_start()}"
+        start = "" if self.start is None else f"; start {self._shown(self.start)}"
+        values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{start}"
         lines = [f"best     step {self.step}: {values} (best_teacher.safetensors)"]
         if self.step != kept:
             there = "none" if kept is None else f"that of step {kept}"
@@ -118,14 +119,6 @@ class Best:
                 f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             )
         return lines
-
-    def _of_start(self) -> str:
-        """Words for the value at the start, and by how much the best value is better."""
-        if self.start is None or self.value is None:
-            return ""
-        gain = self._gain(self.value, self.start)
-        how = f"is beaten by {self._shown(gain)}" if gain > 0 else "stays best"
-        return f"; start {self._shown(self.start)}, which {how}"
 
     @staticmethod
     def _shown(value: float | None) -> str:
@@ -152,14 +145,12 @@ class Best:
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
 
-    chance: accuracy of guessing; images: number of test images; began_as: words for the network before training;
-    advice: remedies for a teacher that is worse than raw pixels.
+    chance: accuracy of guessing; images: number of test images; began_as: words for the network before training.
     """
 
     chance: float = 0.0
     images: int = 0
     began_as: str = "untrained network"
-    advice: list[str] = field(default_factory=lambda: ["train longer (--length)", "on more images"])
     raw: float | None = None
     untrained: float | None = None
     latest: float | None = None
@@ -203,14 +194,10 @@ class Knn:
         """
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
-        learned = ""
-        if self.untrained is not None:
-            helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
-            learned = f"; the {self.began_as}'s was {self.untrained:.1f} %, so training {helped} yet"
-        advice = ["train to the end (--max_steps cut this run short)", *self.advice[1:]] if cut else self.advice
+        remedy = "to the end (--max_steps cut this run short)" if cut else "longer (--length)"
         return (
-            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "
-            f"{', or '.join(advice)}"
+            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %); "
+            f"train {remedy}, or on more images"
         )
 
     def summary(self, cut: bool = False) -> list[str]:

@@ -58,11 +58,9 @@ class AdviseOptions:
 
 @command("shard", "dino_ds.commands.shard:run", "cluster")
 class ShardOptions:
-    """images of any source -> tar shards with checksums; continues after an interruption"""
+    """image files -> tar shards with checksums; continues after an interruption"""
 
-    source: str = option("folder", "as data.source of a recipe")
-    root: str | None = option(None, f"as data.root: {IMAGE_FORMS}")
-    split: Literal["train", "test"] = option("train", "of a torchvision data set")
+    root: str = option(..., f"as data.root: {IMAGE_FORMS}")
     out: str = option(..., "folder of the shards")
     shard_size: Count = option(2000, "images of a shard")
     shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")

@@ -44,7 +44,7 @@ class EmbedOptions:
     """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
 
     model: Model
-    out: str = option(..., "file to write, whose ending says how: .parquet, .npy, .csv or .pt")
+    out: str = option(..., "file to write, .npy (a .csv beside it names the rows) or .parquet")
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
     what: EmbedWhat = option("cls", "features of the image (CLS), the mean of its patches, or their map")
@@ -56,7 +56,7 @@ class EmbedOptions:
 
 
 _Features = Annotated[
-    str, Field(description="a file of dino-ds embed: .npy, .parquet or .csv", json_schema_extra={"bare": True})
+    str, Field(description="a file of dino-ds embed: .npy or .parquet", json_schema_extra={"bare": True})
 ]
 
 

@@ -211,11 +211,11 @@ def _scatter(points: np.ndarray, thumbnails: Sequence[np.ndarray], frames: Seque
     return np.asarray(canvas)
 
 
-def heat(picture: Tensor, attention: Tensor, top: float | None = None) -> np.ndarray:
-    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at `top` or the map's maximum."""
+def heat(picture: Tensor, attention: Tensor) -> np.ndarray:
+    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at the map's maximum."""
     from matplotlib import colormaps
 
-    scaled = attention / max(float(attention.max()) if top is None else top, 1e-12)
+    scaled = attention / max(float(attention.max()), 1e-12)
     colors = torch.from_numpy(colormaps["inferno"](scaled.numpy())[..., :3])
     rows, columns = (
         torch.arange(side) * count // side for side, count in zip(picture.shape, attention.shape, strict=False)

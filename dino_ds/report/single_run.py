@@ -13,7 +13,7 @@ from dino_ds.report.charts import LARGE, SHARE, Series, find_series, find_shares
 from dino_ds.report.curves import Metrics
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles
 from dino_ds.report.html import Tag, draw_chart, embedded_file, render
-from dino_ds.report.summary import changed_settings, environment_rows, judge, reproduction, summarize
+from dino_ds.report.summary import changed_settings, environment_rows, judge, summarize
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _STATES = {
@@ -24,8 +24,6 @@ _STATES = {
     "unfinished": "not finished",
 }
 _OPEN_LINES = 12
-_WIDTH = 1000
-"""Largest width of embedded pictures, in pixels."""
 _MOST = 12
 _WIDE_FROM = 2.2
 """Pictures that are wider than their height times this span both columns."""
@@ -50,20 +48,17 @@ def draw_run(run: RunFiles) -> str:
         images=_images(run),
         level=level,
         verdict=verdict,
-        bars_of_knn=_knn_bars(facts["knn"] or {}),
         alarms=_alarms(run),
         cards=_cards(facts),
         **_charts(run.metrics),
         pictures=_load_pictures(run),
         evaluations=_evaluations(run.evaluations),
-        memory=_memory(run, facts),
         settings=changed_settings(run),
         incidents=_incidents(run),
         most_of_a_kind=MOST_OF_A_KIND,
         open_lines=_OPEN_LINES,
         environment=environment_rows(run),
         ds=json.dumps(run.ds, indent=2) if run.ds else "",
-        again=reproduction(run),
     )
 
 
@@ -83,18 +78,6 @@ def _images(run: RunFiles) -> str:
     shares = {key.removeprefix(SHARE): run.metrics[key].y for key in find_shares(run.metrics.curves)}
     achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
     return words + (f" (drawn: {achieved})" if achieved else "")
-
-
-def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Return the bars of k-NN: start, best and newest teacher, raw pixels and chance."""
-    names = {"start": "start", "untrained": "start: untrained"}
-    if knn.get("best") != knn.get("teacher"):
-        names["best"] = f"best, step {knn['best_step']:,}"
-    if "teacher" in knn:
-        names["teacher"] = f"newest, step {knn['step']:,}"
-    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
-    colors = {"teacher": 3, "best": 3}
-    return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items() if key in knn]
 
 
 def _alarms(run: RunFiles) -> list[str]:
@@ -183,7 +166,7 @@ def _step_of(path: Path, folder: Path) -> str:
 def _picture(path: Path, caption: str) -> dict[str, Any]:
     """Embed one picture; return an `error` instead for a file that can't be read."""
     try:
-        address, (wide, high) = embedded_file(path, _WIDTH)
+        address, (wide, high) = embedded_file(path)
     except (OSError, ValueError) as error:
         return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}"}
     is_wide = wide > _WIDE_FROM * high
@@ -203,18 +186,6 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
             first = (evaluation.name, step, ", ".join(images)) if i == 0 else ("",) * 3
             rows.append((first[0], metric, number(value), *first[1:]))
     return rows
-
-
-def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the bars of predicted and measured memory, or None if one of them is unknown."""
-    measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
-    if not measured or not predicted:
-        return None
-    return {
-        "bars": [("predicted", gib(predicted), [(2, predicted)]), ("measured", gib(measured), [(1, measured)])],
-        "most": max(measured, predicted),
-        "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
-    }
 
 
 def _incidents(run: RunFiles) -> dict[str, Any]:

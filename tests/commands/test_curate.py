@@ -96,7 +96,7 @@ def test_a_draw_is_even_down_the_levels_and_follows_from_the_seed(features):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Weights, 60 smooth images in two folders of which one has a name that is not UTF-8, 6 planted near-duplicates
-    (crop, light, JPEG) and a broken file; and their features in three forms."""
+    (crop, light, JPEG) and a broken file; and their features in two forms."""
     path, draws = tmp_path_factory.mktemp("curate"), np.random.default_rng(0)
     FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
     folders = [os.fsencode(path) + b"/images/" + name for name in (b"caf\xe9", b"plain")]
@@ -114,7 +114,7 @@ def place(tmp_path_factory):
     (plain / "bad.png").write_bytes(b"broken")
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(embed, "describing", lambda *_: _gray_patches)
-    for form in ("npy", "csv", "parquet"):
+    for form in ("npy", "parquet"):
         with pytest.warns(UserWarning, match="1 images can.t be read"):
             dino_ds.embed(path / "teacher.safetensors", path / "images", path / f"{form}.{form}", workers=0)
     yield path
@@ -155,25 +155,23 @@ def test_thumbnails_find_copies_among_look_alikes():
     assert pairs == [(row, 40 + row) for row in range(6)]
 
 
-def test_the_three_forms_give_the_same_clusters_which_balance_training(place, tmp_path):
-    forms = {
-        form: dino_ds.curate(place / f"{form}.{form}", clusters=[9, 3], out=tmp_path / form) for form in ("npy", "csv")
-    }
+def test_both_forms_give_the_same_clusters_which_balance_training(place, tmp_path):
     pytest.importorskip("pyarrow")
-    forms["parquet"] = dino_ds.curate(
-        place / "parquet.parquet", clusters=[9, 3], draw=20, duplicates=1, out=tmp_path / "p"
-    )
-    assert all((one.clusters == forms["npy"].clusters).all() for one in forms.values())
-    assert (forms["npy"].clusters < 0).all(axis=1).sum() == 1
+    forms = [
+        dino_ds.curate(place / "npy.npy", clusters=[9, 3], out=tmp_path / "npy"),
+        dino_ds.curate(place / "parquet.parquet", clusters=[9, 3], draw=20, duplicates=1, out=tmp_path / "p"),
+    ]
+    assert (forms[0].clusters == forms[1].clusters).all()
+    assert (forms[0].clusters < 0).all(axis=1).sum() == 1
     assert len((tmp_path / "p/images.txt").read_bytes().splitlines()) == 20
-    keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/csv/clusters.csv"}
+    keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/npy/clusters.csv"}
     source = training_source(load_recipe("vits16", keys).data)
     assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
 
 
 def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
     asked = place / "images/plain/07.png"
-    first, second, *_ = dino_ds.find(place / "csv.csv", [asked], top=3, out=tmp_path / "a")
+    first, second, *_ = dino_ds.find(place / "npy.npy", [asked], top=3, out=tmp_path / "a")
     assert first.name == str(asked) and first.cosine == pytest.approx(1, abs=1e-6) and second.cosine < 0.9999
     by_name, by_row = (dino_ds.find(place / "npy.npy", [one], 2, out=tmp_path / "b") for one in (asked, first.row))
     named = dino_ds.find(place / "npy.npy", [first.name.replace("07", "copy0"), 31], top=1, out=tmp_path / "c")
@@ -208,34 +206,23 @@ def test_a_kill_leaves_nothing_and_the_same_command_begins_anew(place, tmp_path,
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
-def _joined(place):
-    content = (place / "csv.csv").read_bytes()
-    (place / "csv.csv").write_bytes(content + content.partition(b"\n")[2])
-
-
 def _described(place, **values):
     about = json.loads((place / "npy.npy.json").read_text())
     (place / "npy.npy.json").write_text(json.dumps(about | values))
 
 
 REFUSED = {
-    "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "is not the file that embed has written"),
-    "names": (
-        "npy",
-        lambda place: (place / "npy.csv").write_text("name\n"),
-        r"npy\.csv is not the file that embed has",
-    ),
-    "joined": ("csv", _joined, "cut off, joined with another or changed; embed again"),
+    "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "are not as embed writes them"),
     "gone": ("npy", lambda place: (place / "npy.npy.json").unlink(), r"npy\.npy\.json can't be read: No such file"),
     "parquet": (
         "parquet",
         lambda place: (place / "parquet.parquet").write_bytes(b"PAR1"),
-        "is not the file that embed has",
+        "are not as embed writes them",
     ),
     "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "are not as embed writes them"),
     "empty": ("npy", lambda place: (place / "npy.npy.json").write_text("{}"), "are not as embed writes them"),
     "shape": ("npy", lambda place: _described(place, shape=[7]), "are not as embed writes them"),
-    "types": ("npy", lambda place: _described(place, files=3), "are not as embed writes them"),
+    "types": ("npy", lambda place: _described(place, origin=3), "are not as embed writes them"),
     "patches": ("npy", lambda place: _described(place, what="patches"), "maps of patches: embed with --what cls"),
     "more": (
         "npy",
@@ -291,8 +278,11 @@ def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(
         ),
         (lambda: dino_ds.find(place / "npy.npy", ["nope.png"]), "nope.png is no file, nor the name or the number"),
         (lambda: dino_ds.find(place / "npy.npy", [place / "images/plain/bad.png"]), r"bad\.png \("),
-        (lambda: dino_ds.find(place / "x.pt", [0]), r"x\.pt is not \.npy, \.parquet or \.csv"),
-        (lambda: dino_ds.curate(place / "csv.csv", clusters=[2], memory_gib=1e-6, out=tmp_path / "o"), "embed as .npy"),
+        (lambda: dino_ds.find(place / "x.pt", [0]), r"x\.pt is not \.npy or \.parquet: .*embed again"),
+        (
+            lambda: dino_ds.curate(place / "parquet.parquet", clusters=[2], memory_gib=1e-6, out=tmp_path / "o"),
+            "embed as .npy",
+        ),
     ]
     for call, said in cases:
         with pytest.raises(UserError, match=said):

@@ -152,8 +152,8 @@ def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
     """Not hours later: labels, classes, neighbors, the files of a benchmark."""
     monkeypatch.setattr(evaluate, "evaluate", lambda name, context: pytest.fail("too late"))
     for evals, changes, error, words in (
-        ("knn,davis", {}, ConfigError, r"DAVIS 2017 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
-        ("knn,davis", {"benchmark_root": str(place)}, DataError, "no DAVIS 2017 in"),
+        ("knn,davis", {}, ConfigError, r"DAVIS needs its images: --benchmark_root DIR, wanted is JPEGImages"),
+        ("knn,davis", {"benchmark_root": str(place)}, DataError, "no DAVIS in"),
         ("statistics,knn", {"k": (30,)}, DataError, "24 training images have no 30 neighbors"),
         ("statistics,ridge", {"test_root": str(place / "other")}, DataError, "not in training: class3"),
     ):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from dino_ds.commands import look_data
-from dino_ds.commands.data_statistics import look_at, report
+from dino_ds.commands.data_statistics import report
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
@@ -76,8 +76,6 @@ def test_statistics_are_those_of_the_files(folder, looked):
         str(folder / "dogs/empty.jpg"),
         str(folder / "dogs/words<b>.png"),
     }
-    assert found["modes"] == {"RGB": 3, "L": 1, "P": 1}
-    assert found["formats"] == {"PNG": 2, "JPEG": 2, "GIF": 1}
     # Upright: 90 x 60 on its side is 60 x 90.
     assert found["width"] == {"min": 40, "median": 60, "max": 100}
     assert found["height"] == {"min": 30, "median": 50, "max": 90}
@@ -119,28 +117,6 @@ def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, looked, tmp_p
     assert sheet.width == one.width and one.height < sheet.height < 3 * one.height
     colors = {color[:3] for _, color in sheet.getcolors(1 << 24)}
     assert {(232, 89, 12), (28, 126, 214)} <= colors
-
-
-class Volume:
-    """Images with two channels, which only a source of one's own has."""
-
-    labels = None
-    classes = None
-
-    def __len__(self):
-        return 3
-
-    def load(self, index):
-        return np.random.default_rng(index).integers(0, 255, (20, 30, 2), dtype=np.uint8)
-
-    def name(self, index):
-        return f"volume/{index}"
-
-
-def test_images_of_other_channels_are_described():
-    facts = look_at(Volume(), 0, 0, 0, 10_000)
-    described = [(fact.index, fact.width, fact.height, fact.mode, fact.problem) for fact in facts]
-    assert described == [(index, 30, 20, "2 channels", None) for index in range(3)]
 
 
 def test_nothing_to_look_at_and_no_place_for_the_sheet(folder, tmp_path):

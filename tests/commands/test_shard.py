@@ -57,8 +57,8 @@ def files_below(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def make(root: Path | None, out: Path, **options) -> Result:
-    return shard.run(ShardOptions(root=str(root) if root else None, out=str(out), workers=2, **options))
+def make(root: Path, out: Path, **options) -> Result:
+    return shard.run(ShardOptions(root=str(root), out=str(out), workers=2, **options))
 
 
 def read(root: Path):
@@ -122,14 +122,6 @@ def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_p
     assert sizes == {"wide.jpg": (64, 32), "tall.jpg": (32, 160), "turned.jpg": (32, 64), "small.png": (40, 32)}
     for same in ("small.png", "deep.png"):
         assert source.read(names.index(same)) == files[same]
-
-
-def test_sources_without_files_are_written_as_png(tmp_path):
-    make(None, tmp_path / "shards", source="photos", split="test", shard_size=500)
-    photos, shards = build_source("photos", None, "test", False), read(tmp_path / "shards")
-    assert len(shards) == len(photos) and shards.classes == photos.classes and shards.labels == photos.labels
-    for index in (0, 444, len(photos) - 1):
-        assert shards.load(index).tobytes() == photos.load(index).tobytes()
 
 
 def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
@@ -213,22 +205,6 @@ def test_images_of_one_name_and_of_one_key_keep_their_own_files_and_classes(made
     source = read(tmp_path / "shards")
     assert [Path(source.member(i)).name for i in range(3)] == ["a.b.jpg", "a.c.jpg", "a.b~2.jpg"]
     assert [source.classes[source.labels[i]] for i in range(3)] == ["b", "c", "b"]
-
-
-def test_what_is_no_image_is_said_in_one_line(tmp_path, monkeypatch):
-    """A loader process would add its lines of code to an error."""
-    (tmp_path / "deep.py").write_text(
-        "import numpy\n\nclass Deep:\n    def __init__(self, root): pass\n    def __len__(self): return 3\n"
-        "    def name(self, index): return str(index)\n"
-        "    def load(self, index): return numpy.zeros((4, 4, 3), numpy.float32)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DataError) as error:
-        make(None, tmp_path / "shards", source="deep:Deep")
-    assert (
-        str(error.value)
-        == "0 is an array of float32 of shape (4, 4, 3); only RGB images of 8 bits can be put into shards"
-    )
 
 
 def test_shards_are_not_continued_with_other_images_of_the_same_names(tmp_path):

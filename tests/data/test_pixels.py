@@ -12,7 +12,7 @@ import tifffile
 import torch
 from PIL import Image, ImageOps
 
-from dino_ds.commands.data_statistics import _FactsOf
+from dino_ds.commands.data_statistics import FactsOf
 from dino_ds.commands.shard import repack
 from dino_ds.config.crops import dino_groups
 from dino_ds.data.base import UnreadableImage
@@ -161,7 +161,7 @@ def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
     for found in (cut(load_image(source, 0, value_range, channels)), LabeledImages(source, [0], reading)[0][0]):
         assert torch.equal(found, expected)
 
-    seen = _FactsOf(source, 10**6, channels)[0]
+    seen = FactsOf(source, 10**6, channels)[0]
     assert (seen.width, seen.height) == (WIDTH, HEIGHT)
     np.testing.assert_allclose(np.broadcast_to(seen.mean, channels), pixels.mean((0, 1)))
     if channels == 3:

@@ -194,11 +194,7 @@ def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     assert knn.warning() == (
         "the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %); train longer (--length), or on more images"
     )
-    knn.untrained = 15.7
-    assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in knn.warning()
-    knn.untrained = 20.4
-    assert "so training has not helped yet; train longer (--length), or" in knn.warning()
-    assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in knn.summary(cut=True)[0]
+    assert "; train to the end (--max_steps cut this run short), or on more images" in knn.summary(cut=True)[0]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +250,7 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
 
 def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
     train, test = sources
-    for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
+    for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
             EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32, IMAGENET)
 

@@ -19,7 +19,7 @@ from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.report.folder import read_run
-from dino_ds.report.summary import environment_rows, reproduction
+from dino_ds.report.summary import environment_rows
 from tests.ranks import run_on_ranks
 from tests.run.harness import (
     REPOSITORY,
@@ -119,7 +119,6 @@ def test_what_a_stage_sets_counts_from_its_beginning(base, tmp_path):
     }  # fmt: skip
     shown = read_run(path)
     assert ("began with", f"{base}, step 5 (continue), run {environment['from']['run_id']}") in environment_rows(shown)
-    assert f"--from {base}/checkpoints/step_00000005" in reproduction(shown)
     log = log_of(path)
     assert f"begins with {base}, step 5: all of its training state" in log
     assert "optimizer.lr 0.02 -> 0.01" in log and "length 12 steps -> 3 steps from step 5" in log
