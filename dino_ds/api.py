@@ -209,8 +209,6 @@ def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
         return None
     for note in result.notes:
         warnings.warn(note, stacklevel=3)
-    if result.error is not None and not isinstance(result.error, SystemExit):
-        raise result.error
     return result.data if result.value is None else result.value
 
 

@@ -24,7 +24,7 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.decode import open_image
 from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
-from dino_ds.data.find_range import look_at_values, with_value_range
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
@@ -53,7 +53,10 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     """
     png = _check(options.out)
     source = training_images(recipe.data, recipe.eval.val_share)
-    recipe, range_lines = _with_some_range(recipe, source)
+    known = recipe.data.known_range
+    recipe, range_lines = with_value_range(recipe, source)
+    if recipe.data.known_range == known:
+        range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
     data, channels = recipe.data, recipe.model.in_chans
     facts = look_at(source, options.sample, recipe)
     measured = measure_channels(facts, channels, data.known_range)
@@ -72,20 +75,6 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     with replacing(png) as path:
         sheet.savefig(path, format="png")
     return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
-
-
-def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, list[str]]:
-    """`recipe` with a range for images deeper than 8 bits, if need be the measured one, and lines about it."""
-    try:
-        ranged, notes = with_value_range(recipe, source)
-        was_found = ranged.data.known_range != recipe.data.known_range
-        return ranged, notes if was_found else [f"data.value_range {show_value(ranged.data.value_range)}", *notes]
-    except ConfigError as error:
-        sample = look_at_values([source], recipe.model.in_chans, recipe.data.max_pixels)
-        if not sample.deep:
-            raise
-        data = recipe.data.model_copy(update={"value_range": sample.measured})
-        return recipe.model_copy(update={"data": data}), [str(error)]
 
 
 def _check(out: str) -> Path:
@@ -134,7 +123,7 @@ def _title(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
     masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
     words = [f"augmentation {recipe.crops.augment}", *masks]
-    return f"What the network sees: {crops} px, {', '.join(words)}"
+    return f"What the network sees: {crops} px (orange: global crops, blue: local crops), {', '.join(words)}"
 
 
 @dataclass(frozen=True)
@@ -175,16 +164,8 @@ def draw_sheet(rows: Sequence[Seen], title: str) -> Figure:
                 cell = grid[2 * number + line, left + column]
             axes = _show(figure.add_subplot(cell), picture)
             _tag(axes, 0, 0, crop, row)
-    _draw_title(figure, title, rows[0], height)
-    return figure
-
-
-def _draw_title(figure: Figure, title: str, row: Seen, height: float) -> None:
-    kinds = [("global crops", GLOBAL_COLOR)]
-    kinds += [("local crops", LOCAL_COLOR)] if len(row.crops) > row.num_global else []
     figure.text(0.01, 1 - 0.2 / height, title, fontsize=9, parse_math=False)
-    handles = [Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in kinds]
-    figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
+    return figure
 
 
 def _draw_original(axes: Axes, row: Seen) -> None:

@@ -22,7 +22,7 @@ from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.formats import ENDINGS, EXTENSIONS
-from dino_ds.data.image_set import changed_images, facts_of_images
+from dino_ds.data.image_set import facts_of_images
 from dino_ds.data.shards import CLASSES, INDEX
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_members import index_line
@@ -34,8 +34,6 @@ from dino_ds.options.definition import Result
 
 _CHECKSUMS, _BAD, _PLAN = "checksums.sha256", "unreadable.txt", "shards.json"
 """Files beside the shards: a line for each finished shard, a line for each unreadable image, the images and options."""
-_BEGUN_WITH = "begun_with"
-"""The plan's key for `facts_of_images`."""
 _MAX_PIXELS = 178956970
 """Pillow's own limit, not the recipe's: shrinking is a way to bring images below the recipe's."""
 _QUALITY = 90
@@ -54,10 +52,9 @@ def run(options: ShardOptions) -> Result:
         raise ConfigError(f"--out {options.out} is not a folder: write the shards to a disk, then copy them there")
     images = build_source("folder", options.root, "train", False)
     assert isinstance(images, EncodedImages)  # all forms of data.root are
-    plan = {"images": len(images), "shard_size": options.shard_size, "shrink": options.shrink}
     folder = Path(os.path.expanduser(options.out))
     try:
-        _begin_or_continue(folder, plan, images)
+        _begin_or_continue(folder, {"shard_size": options.shard_size, "shrink": options.shrink}, images)
         shards = _Shards(folder, images, options.shrink, options.shard_size)
         _write_missing(shards, options.workers)
         bad = [*dict.fromkeys(_lines(folder / _BAD))]
@@ -80,24 +77,20 @@ def run(options: ShardOptions) -> Result:
     return Result(facts, "\n".join(lines))
 
 
-def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source) -> None:
-    """Write `plan` into a new folder, or check that its plan is the same. Raises ConfigError for other shards."""
+def _begin_or_continue(folder: Path, options: dict[str, Any], images: Source) -> None:
+    """Write a description of the shards into a new folder, or compare it with theirs. Raises ConfigError for others."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, now = folder / _PLAN, facts_of_images(images)
+    path, plan = folder / _PLAN, json.dumps({**options, **facts_of_images(images)}, indent=1)
     if path.is_file():
-        try:
-            known = json.loads(path.read_text())
-            images_changed = changed_images(known.get(_BEGUN_WITH, {}), now)
-        except (ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{path} is damaged: give another --out, or remove {folder}") from None
-        changed = [f"{key} was {known.get(key)}, is {value}" for key, value in plan.items() if known.get(key) != value]
-        changed += [f"images changed: {images_changed}"] if images_changed else []
-        if changed:
-            raise ConfigError(f"{folder} holds other shards ({'; '.join(changed)}): give another --out, or remove it")
+        if path.read_text() != plan:
+            raise ConfigError(
+                f"{folder} holds other shards, of other images, --shard_size or --shrink than now: give another --out, "
+                "or remove it"
+            )
     elif any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give --out a new folder")
     else:
-        _write_text(path, [json.dumps({**plan, _BEGUN_WITH: now}, indent=2)])
+        replace_file(path, plan)
 
 
 class _Shards(Dataset[tuple[str, list[str], str]]):

@@ -52,9 +52,6 @@ EVALUATIONS = {
     "ridge": EvaluationEntry(
         "evals.suite:ridge", "ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}
     ),
-    "retrieval": EvaluationEntry(
-        "evals.suite:retrieval", "retrieval_map", {"retrieval_map": ("Retrieval of images of a class", "% mAP")}
-    ),
     "statistics": EvaluationEntry("evals.suite:statistics", "rankme", _STATISTICS),
     "oxford": EvaluationEntry("evals.landmarks:oxford", has_images=True),
     "paris": EvaluationEntry("evals.landmarks:paris", has_images=True),
@@ -72,7 +69,9 @@ if TYPE_CHECKING:
     KeepBest = str
 else:
     Evaluation = Literal[tuple(EVALUATIONS)]
-    KeepBest = Literal[_KEEP_BEST]
+    # Checkpoints of earlier versions may name a metric that is no more.
+    _Known = BeforeValidator(lambda value, info: value if value in _KEEP_BEST or info.context is not None else "auto")
+    KeepBest = Annotated[Literal[_KEEP_BEST], _Known]
 
 
 def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:

@@ -13,7 +13,7 @@ from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
-OF_ONE_SET = ("retrieval", "statistics")
+OF_ONE_SET = ("statistics",)
 _LOOKED_AT = 64
 _OF_ONE_NAME = 2
 """Most training images of a test image's file name that are compared with it; as many again with its folder too."""

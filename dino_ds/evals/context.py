@@ -174,13 +174,6 @@ class EvalContext:
         return self.compute(self.backbone.features, self.any_source, self.any_indices, self.crop)
 
     @property
-    def any_labeled(self) -> Labeled:
-        """`any_images`, if they have classes. Raises DataError if not."""
-        if not _is_labeled(self.any_source):
-            raise _no_classes("the images")
-        return self.any_images
-
-    @property
     def image_counts(self) -> tuple[int | None, int | None]:
         """Numbers of training and of other images used so far, or None if none were."""
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")

@@ -1,4 +1,4 @@
-"""Geometry of frozen features: weighted k-NN, retrieval, and whether they are spread out, without training anything.
+"""Geometry of frozen features: weighted k-NN, rankings, and whether they are spread out, without training anything.
 
 Sources: Wu et al. 2018 (arXiv 1805.01978), as facebookresearch/dino `eval_knn.py`: cosine similarity, votes weighted by
 exp(similarity / temperature). Mean average precision: revisited Oxford and Paris (arXiv 1803.11285), `compute_map` of
@@ -131,24 +131,6 @@ def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Ite
                 break
         seen += 1
     return total / len(wanted)
-
-
-def class_retrieval(features: Tensor, labels: Tensor) -> float:
-    """Mean average precision in percent, where each image is the query for the others of its class.
-
-    features (n, d), labels (n,). Every rank must call it with the same rows; each ranks the database for its share of
-    the queries. NaN if every class has a single image.
-    """
-    mine = range(distributed.rank(), len(labels), distributed.world_size())
-    ranking = rank_database(features[mine.start :: mine.step], features)
-    members = {int(label): set((labels == label).nonzero().flatten().tolist()) for label in labels.unique()}
-    sums = torch.zeros(2, dtype=torch.float64, device=features.device)
-    for i, row in zip(mine, ranking.tolist(), strict=True):
-        value = average_precision(row, members[int(labels[i])] - {i}, {i})
-        if value == value:
-            sums += torch.tensor([value, 1.0], dtype=torch.float64, device=sums.device)
-    total, known = distributed.sum_across_ranks(sums).tolist()
-    return 100.0 * total / known if known else float("nan")
 
 
 @torch.no_grad()

@@ -20,10 +20,8 @@ from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
-from dino_ds.evals.knn import class_retrieval, feature_statistics, knn_accuracies
+from dino_ds.evals.knn import feature_statistics, knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
-
-_RETRIEVAL_IMAGES = 5000
 
 Evaluation = Callable[[EvalContext], dict[str, float]]
 """Results are percentages unless the function's docstring says otherwise."""
@@ -66,16 +64,6 @@ def ridge(context: EvalContext) -> dict[str, float]:
     """Least squares to one-hot labels in closed form"""
     test, train = context.test, context.train
     return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
-
-
-def retrieval(context: EvalContext) -> dict[str, float]:
-    """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
-    test = context.any_labeled
-    rows = torch.arange(len(test.labels), device=test.labels.device)
-    if len(rows) > _RETRIEVAL_IMAGES:
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(context.settings.seed))
-        rows = rows[order[:_RETRIEVAL_IMAGES].to(rows.device)]
-    return {"retrieval_map": class_retrieval(test.features[rows], test.labels[rows])}
 
 
 def statistics(context: EvalContext) -> dict[str, float]:

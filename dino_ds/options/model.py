@@ -22,7 +22,7 @@ _Source = Annotated[
 
 @command("eval", "dino_ds.commands.evaluate:run", "evaluate")
 class EvalOptions:
-    """k-NN, linear, retrieval and statistics of a teacher's frozen features"""
+    """k-NN, linear classifiers and statistics of a teacher's frozen features"""
 
     model: Model
     evals: Listed[Evaluation] = option(("knn",), "comma-separated list of")

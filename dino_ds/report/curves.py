@@ -107,12 +107,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _curve_of(pairs: np.ndarray) -> Curve:
-    """Alternating steps and values, in the order of the file -> a curve; of equal steps the last one counts.
-
-    Values beyond 1e100, which no run has, become infinite, and those below 1e-100 zero, so that arithmetic is safe.
-    """
+    """Alternating steps and values, in the order of the file -> a curve; of equal steps the last one counts."""
     steps, values = pairs[0::2], pairs[1::2]
-    size = np.abs(values)
-    sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
     ascending, last = np.unique(steps[::-1], return_index=True)
-    return Curve(ascending, sane[::-1][last])
+    return Curve(ascending, values[::-1][last])

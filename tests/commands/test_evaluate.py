@@ -89,7 +89,7 @@ def labeled(made):
 def test_every_evaluation_gives_numbers(made, labeled):
     """One that has its own data is tested with it."""
     results = _results(made)
-    names = {"knn_1", "knn_5", "linear", "ridge", "retrieval_map", "rankme"}
+    names = {"knn_1", "knn_5", "linear", "ridge", "rankme"}
     assert results.keys() == set(LABELED)
     assert names <= {name for values in results.values() for name in values}
     written = read_results(made / "results.json")
@@ -129,14 +129,11 @@ def test_shared_images_are_found_by_name_and_content(made, tmp_path, change, sha
     assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
 
 
-def test_statistics_and_retrieval_need_one_set_of_images(place):
+def test_statistics_need_one_set_of_images(place):
     _run(place, "statistics", root=str(place / "plain"), test_root=None)
     found = _results(place)["statistics"]
     assert found.keys() == {"feature_std", "rankme", "uniformity"}
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
-    _run(place, "statistics,retrieval", test_root=None)  # labeled ones, whatever they are called
-    results = read_results(place / "results.json")
-    assert 0 < results["retrieval"]["results"]["retrieval_map"] < 100
 
 
 def test_two_ranks_give_what_one_gives(place, labeled):
@@ -168,37 +165,6 @@ def test_labeled_images_and_benchmarks_in_one_command(place):
     found = read_results(place / "results.json")  # a benchmark is not of the images that others have used
     assert (found["knn"]["data"], found["knn"]["test_images"]) == (f"{place.name}/test", 9)
     assert (found["davis"]["data"], found["davis"]["test_images"]) == ("davis", None)
-
-
-@pytest.mark.parametrize(
-    ("evals", "changes", "words"),
-    [
-        ("ridge", {"k": (3,)}, "--k changes nothing of ridge: it is for knn; add one to --evals, or leave"),
-        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, davis"),
-        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
-    ],
-)
-def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
-    clips(place / "data", names=("walk",), frames=3)
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match=words):
-        _run(place, evals, **changes)
-
-
-def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
-    """They may have taken hours, and a file of weights has no folder that keeps them."""
-    judge = evaluate.evaluate
-
-    def fail(name, context):
-        if name == "ridge":
-            raise DataError("the disk is gone")
-        return judge(name, context)
-
-    monkeypatch.setattr(evaluate, "evaluate", fail)
-    with pytest.raises(DataError, match="the disk is gone"):
-        _run(place, "knn,ridge")
-    assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +221,6 @@ def test_bad_input_at_the_command_line(place, capsys):
         (3, "notes.txt", (place / "notes.txt", *sets)),
         (3, "broken.safetensors", (place / "broken.safetensors", *sets)),
         (2, "the training images have no classes", (place, "--root", place / "plain", *sets[2:])),
-        (2, "the images have no classes", (place, *sets[:3], place / "plain", "--evals", "retrieval")),
         (2, "there are no test images: name labeled ones with --test_root", (place, *sets[:2])),
         (2, "needs a folder", (place, *sets[2:])),
         (2, "empty", (place, *sets[:3], place / "empty")),

@@ -313,10 +313,9 @@ def _metrics(features: Tensor, labels: Tensor) -> None:
     assert meter.read() == {"loss": pytest.approx(float(features[0, 0]))}
 
 
-INT64, FP32, FP64 = torch.int64, torch.float32, torch.float64
+INT64, FP32 = torch.int64, torch.float32
 EVALUATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[tuple[str, torch.dtype]]]] = {
     "knn": (lambda x, y: knn.knn_accuracies(x, y, x, y, (1, 5), 0.07), [("allreduce", INT64)]),
-    "retrieval": (knn.class_retrieval, [("allreduce", FP64)]),
     "ridge": (lambda x, y: linear.fit_ridge(x, y, 4), [("allreduce", FP32)]),
     "linear": (_linear, [("broadcast", FP32), ("allreduce", FP32)]),
     "metrics": (_metrics, [("allreduce", FP32)]),

@@ -53,13 +53,10 @@ def test_figures_show_everything(pictures):
     assert len(_shown(draw_pca(pictures, torch.randn(2, 4, 4, 8)))[0]) == 4
 
 
-def test_the_frame_of_a_neighbor_says_whether_it_is_of_the_class(pictures):
+def test_neighbors_stand_beside_their_query_with_their_captions(pictures):
     picture = pictures[0].numpy()
-    figure = draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
-    colors = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
-    assert len(colors) == 2 and colors[0][2] > colors[0][0] and colors[1][0] > colors[1][2]
-    assert _shown(figure)[1] == ["blue: same class", "1", "2", "3", "q", "a", "b", "c"]
-    assert _shown(draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
+    shown, words = _shown(draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]]))
+    assert len(shown) == 4 and words == ["image", "1", "2", "3", "q", "a", "b", "c"]
 
 
 def test_heat_is_warmest_where_attention_is_strongest():
@@ -89,7 +86,7 @@ def test_likes_lie_together_on_the_map(monkeypatch):
         distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
         assert name == method and (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9
         assert bool((torch.from_numpy(place(features)[0]) == points).all())
-        monkeypatch.setitem(sys.modules, "sklearn", None)
+        monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
     np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-5)
     lengths = torch.rand(30, 1, generator=generator) + 0.5  # cosines decide
     np.testing.assert_allclose(np.abs(place(features * lengths)[0]), np.abs(found), atol=1e-4)
@@ -113,7 +110,6 @@ def test_all_values_lie_inside_of_the_chart_s_axes(values, zero, log):
         assert axes.get_yscale() == ("log" if log else "linear")
         low, high = axes.get_ylim()
         assert low <= min(values) and max((*values, *levels.values())) <= high and (not zero or low <= 0 <= high)
-        assert len({text.get_position()[1] for text in axes.texts}) == len(levels)  # names don't overlap
         assert_inside(chart_svg(chart))
     assert chart_svg(Chart("a", "", [Line("a", Curve(x[:1], np.array([np.nan])))], {})) == ""
     assert ">0.0002<" in chart_svg(Chart("a", "", [Line("a", Curve(x[:2], np.array([1e-4, 4e-4])))], {}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 from dino_ds.cli import main as cli
 from dino_ds.health.files import Event
 from dino_ds.health.lock import RunLock
-from dino_ds.health.records import Heartbeat, Heartbeats
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.charts import summarize_knn
@@ -184,39 +181,6 @@ def test_a_run_of_an_older_version_has_no_events(tmp_path):
 
 
 @pytest.mark.usefixtures("no_charts")
-@pytest.mark.parametrize(
-    ("ends", "state"),
-    [(("done", "done"), "finished"), (("stopped",), "stopped"), (("stopped", "error"), "failed"), (("", "done"), None)],
-)
-def test_the_ranks_of_an_older_version_tell_how_a_run_in_epochs_ended(tmp_path, ends, state):
-    folder = make_run(tmp_path / "run", recipe={"length": "30 epochs"})
-    (folder / "events.jsonl").unlink()
-    heartbeats = Heartbeats(folder)
-    heartbeats.prepare()
-    for rank, ended in enumerate(ends):
-        heartbeats.publish(Heartbeat(rank, "here", 10, 0.0, 0.0, 100, "step", "step", 40, 0.0, ended=ended))
-    assert read_run(folder).state == (state or "unfinished")
-
-
-@pytest.mark.slow
-def test_no_number_is_too_odd(tmp_path, capsys):
-    """Extremes after two others as a curve of two points, and as every figure of training and of an evaluation."""
-    odd = [0.0, 1e308, -1e308, 5e-324, 1e99, 1 + 2**-52, -1e16, float("nan"), float("inf")]
-    folder = make_run(tmp_path / "run")
-    names = {str(i): value for i, value in enumerate(odd)}
-    about = {"step": float("nan"), "seconds": float("inf"), "train_images": 10**400, "test_images": -1e99}
-    (folder / "evaluations.json").write_text(json.dumps({"knn": {**about, "results": {**names, "whole": 10**400}}}))
-    for first in (0.0, 1e308):
-        pairs = [{"step": 0, **dict.fromkeys(names, first)}, {"step": 1, **names}]
-        lines = [*pairs, {**record(2), **dict.fromkeys(["knn_top1", *record(2)], first), "step": 2}, record(3)]
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        run(ReportOptions(run=str(folder))).show(as_json=True)
-        page = _Page((folder / "report.html").read_text(encoding="utf-8"))
-        assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", " ".join(page.drawn)))
-        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-
-
-@pytest.mark.usefixtures("no_charts")
 def test_a_name_is_never_taken_for_html(tmp_path):
     """In the folder's name, the log, a key of the metrics, an evaluation, a picture, the environment and the recipe."""
     evil = "<script>alert(1)<"
@@ -257,33 +221,6 @@ def test_input_that_is_no_run(tmp_path, capsys):
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and says in lines[0], (words, lines)
     assert not list(tmp_path.rglob("*.html"))
-
-
-def _pipe(path):
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def _sparse(path):
-    with path.open("wb") as file:
-        file.truncate(30 << 30)
-
-
-@pytest.mark.usefixtures("no_charts")
-def test_pipes_and_huge_files_in_a_run_are_named_and_not_waited_for(tmp_path, capsys):
-    for i, make in enumerate((_pipe, _sparse)):
-        run_dir = make_run(tmp_path / f"run{i}")
-        for name in ("events.jsonl", "ds_config.json", "environment.json", "evaluations.json", "config.yaml"):
-            make(run_dir / name)
-        cli.main(["report", str(run_dir)])
-        capsys.readouterr()
-        assert len([note for note in read_run(run_dir).notes if "can" in note and "be read" in note]) >= 5
-        make(run_dir / "metrics.jsonl")
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["report", str(run_dir)])
-        assert stop.value.code == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert "metrics.jsonl cannot be read: " in line and ("not a regular file" in line or "30.0 GiB" in line)
 
 
 def test_how_a_run_ended_and_what_went_wrong(tmp_path):
