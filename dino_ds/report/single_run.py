@@ -125,33 +125,23 @@ def _constant(series: Series, metrics: Metrics) -> str:
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
-    """Load the first and newest pictures of each kind, to be shown side by side; then those of no training step."""
-    folder, order = run.path / "pictures", list(_PICTURES)
-    steps, others = dict[str, list[Path]](), list[Path]()
-    for path in run.pictures:
-        if path.parent == folder:
-            others.append(path)
-        else:
-            steps.setdefault(path.stem, []).append(path)
-    kinds = sorted(steps, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
+    """Load the first and newest pictures of each kind, to be shown side by side; those of no training step are the
+    newest."""
+    folder, order, paths = run.path / "pictures", list(_PICTURES), dict[str, list[Path]]()
+    for path in sorted(run.pictures, key=lambda path: path.parent == folder):
+        paths.setdefault(path.stem, []).append(path)
+    kinds = sorted(paths, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
     groups = [
         {
             "title": _PICTURES.get(kind, kind),
             "open": kind in _OPEN,
-            "shown": [_picture(path, _step_of(path, folder)) for path in _ends_of(steps[kind])],
+            "shown": [
+                _picture(path, _step_of(path, folder)) for path in dict.fromkeys((paths[kind][0], paths[kind][-1]))
+            ],
         }
         for kind in kinds[:_MOST]
     ]
-    title = "Pictures of dino-ds pictures"
-    named = [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in others[:_MOST]]
-    groups += [{"title": title, "open": not groups, "shown": named}] if named else []
-    more = len(others) > _MOST or any(len(paths) > 2 for paths in steps.values())
-    return {"folder": folder, "groups": groups, "more": more}
-
-
-def _ends_of(paths: list[Path]) -> list[Path]:
-    """Return the first and the last picture of a kind, or the only one."""
-    return [paths[0], paths[-1]] if len(paths) > 1 else paths
+    return {"folder": folder, "groups": groups, "more": any(len(some) > 2 for some in paths.values())}
 
 
 def _step_of(path: Path, folder: Path) -> str:
@@ -159,7 +149,7 @@ def _step_of(path: Path, folder: Path) -> str:
     name = str(path.parent.relative_to(folder))
     word, _, digits = name.rpartition("_")
     if not (word and digits.isascii() and digits.isdigit()):
-        return name
+        return "by dino-ds pictures" if path.parent == folder else name
     return f"{word} {int(digits):,}" + (", before training" if int(digits) == 0 else "")
 
 

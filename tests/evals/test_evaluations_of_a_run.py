@@ -85,7 +85,7 @@ def test_whoever_gives_up_keeps_nothing(sources):
     for patience in (0, 1, 2, 3, 4, len(questions) // 2, len(questions) - 1):
         asked, runner = itertools.count(), _runner(sources)
         assert _evaluate(runner, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
-        assert runner.knn == Knn(chance=runner.knn.chance, images=runner.knn.images)
+        assert runner.knn == Knn(chance=runner.knn.chance)
 
 
 def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):

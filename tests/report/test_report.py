@@ -85,7 +85,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
     ):
         assert words in page.text, words
     assert page.tags.count("svg") >= 9 and "script" not in page.tags
-    assert page.tags.count("img") == 2 * 3 + 1  # start and newest; one beside them
+    assert page.tags.count("img") == 2 * 3  # start and newest
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
     assert "step 100 of 100, loss" in (line := capsys.readouterr().out) and "k-NN 76.2 % at step 100" in line
 
