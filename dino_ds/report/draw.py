@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DPI = 90
 _HEADS = 12
 """Most attention heads that are shown, each in a column."""
+_FRAMES = {True: "#1971c2", False: "#f08c00"}
+"""Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.24
 """Inches: a picture's side, between pictures, a line of text."""
 _LETTERS = 17
@@ -52,13 +54,17 @@ class Sheet:
         for column, title in enumerate(titles):
             self._text(column, self._top - _GAP, title, 11)
 
-    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "") -> None:
-        """Draw a picture (h, w, 3) in [0, 1] or uint8, uncropped: the longer side fills the cell."""
+    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "", frame: str | None = None) -> None:
+        """Draw a picture (h, w, 3) in [0, 1] or uint8, uncropped: the longer side fills the cell; frame: a color."""
         x, y = _GAP + column * (_CELL + _GAP), self._top + row * self._row
         high, wide = (_CELL * side / max(picture.shape[:2]) for side in picture.shape[:2])
         left, top = x + (_CELL - wide) / 2, y + (_CELL - high) / 2
         extent = (left, left + wide, top + high, top)
         self.axes.imshow(picture, extent=extent, interpolation="nearest", aspect="auto", vmin=0, vmax=1)
+        if frame:
+            from matplotlib.patches import Rectangle
+
+            self.axes.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=frame, linewidth=2.5))
         if caption:
             self._text(column, y + _CELL + _LINE, caption, 10)
 
@@ -121,14 +127,22 @@ def patch_colors(tokens: Tensor) -> Tensor:
 
 
 def draw_neighbors(
-    queries: Sequence[np.ndarray], neighbors: Sequence[Sequence[np.ndarray]], captions: Sequence[Sequence[str]]
+    queries: Sequence[np.ndarray],
+    neighbors: Sequence[Sequence[np.ndarray]],
+    captions: Sequence[Sequence[str]],
+    same_class: Sequence[Sequence[bool | None]],
 ) -> Figure:
-    """Draw a row for each query: the image, then its nearest neighbors; pictures (h, w, 3), with captions."""
-    titles = ["image", *[str(i + 1) for i in range(max(map(len, neighbors)))]]
-    sheet = Sheet(len(queries), len(titles), titles, captions=True)
-    for row, (query, nearest, texts) in enumerate(zip(queries, neighbors, captions, strict=True)):
-        for column, (picture, text) in enumerate(zip((query, *nearest), texts, strict=True)):
-            sheet.put(row, column, picture, text)
+    """Draw a row for each query: the image, then its nearest neighbors; pictures (h, w, 3), with captions.
+
+    same_class: whether each neighbor is of the query's class, or None if no class is known, for its frame's color.
+    """
+    known = any(same is not None for row in same_class for same in row)
+    titles = ["blue: same class" if known else "image", *[str(i + 1) for i in range(max(map(len, neighbors)))]]
+    sheet = Sheet(len(queries), len(titles), titles, captions=any(text for texts in captions for text in texts))
+    rows = zip(queries, neighbors, captions, same_class, strict=True)
+    for row, (query, nearest, texts, same) in enumerate(rows):
+        for column, (picture, text, alike) in enumerate(zip((query, *nearest), texts, (None, *same), strict=True)):
+            sheet.put(row, column, picture, text, None if alike is None else _FRAMES[alike])
     return sheet.figure
 
 

@@ -178,14 +178,14 @@ class _Bank:
         """Draw the nearest images of some queries; a query is not its own neighbor."""
         queries = evenly_spaced_indices(len(self._features), _QUERIES)
         similarity, index = nearest(self._features[queries], self._features, min(_NEIGHBORS + 1, len(self._features)))
-        neighbors, captions = [], []
+        neighbors, captions, same_class = [], [], []
         for query, cosines, row in zip(queries, similarity.tolist(), index.tolist(), strict=True):
             others = [(i, cosine) for i, cosine in zip(row, cosines, strict=True) if i != query][:_NEIGHBORS]
+            label, labels = self._groups[query], [self._groups[i] for i, _ in others]
             neighbors.append([self._thumbnails[i] for i, _ in others])
-            captions.append(
-                [self._groups[query] or "", *[f"{cosine:.2f} {self._groups[i] or ''}" for i, cosine in others]]
-            )
-        return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions)
+            captions.append([label or "", *[f"{cosine:.2f} {self._groups[i] or ''}" for i, cosine in others]])
+            same_class.append([None if None in (label, other) else label == other for other in labels])
+        return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions, same_class)
 
 
 def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray]:

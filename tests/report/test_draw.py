@@ -53,10 +53,13 @@ def test_figures_show_everything(pictures):
     assert len(_shown(draw_pca(pictures, torch.randn(2, 4, 4, 8)))[0]) == 4
 
 
-def test_neighbors_stand_beside_their_query_with_their_captions(pictures):
+def test_the_frame_of_a_neighbor_says_whether_it_is_of_the_class(pictures):
     picture = pictures[0].numpy()
-    shown, words = _shown(draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]]))
-    assert len(shown) == 4 and words == ["image", "1", "2", "3", "q", "a", "b", "c"]
+    figure = draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
+    colors = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
+    assert len(colors) == 2 and colors[0][2] > colors[0][0] and colors[1][0] > colors[1][2]
+    assert _shown(figure)[1] == ["blue: same class", "1", "2", "3", "q", "a", "b", "c"]
+    assert _shown(draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
 
 
 def test_heat_is_warmest_where_attention_is_strongest():

@@ -48,10 +48,10 @@ def test_neighbors_have_their_class_and_no_image_is_its_own(place, tmp_path, mon
     shown, plain = [], draw.draw_neighbors
     monkeypatch.setattr(draw, "draw_neighbors", lambda *given: shown.extend(given) or plain(*given))
     _run(place, only="neighbors", out=str(tmp_path))
-    queries, found, captions = shown
+    queries, found, captions, same_class = shown
     assert len(queries) == 6 and [len(row) for row in found] == [6] * 6
-    for query, row, texts in zip(queries, found, captions, strict=True):
-        assert {text.split()[-1] for text in texts} <= {"class0", "class1", "class2"}
+    for query, row, texts, same in zip(queries, found, captions, same_class, strict=True):
+        assert same == [text.split()[1] == texts[0] for text in texts[1:]]
         assert not any(np.array_equal(query, picture) for picture in row)
 
 
