@@ -31,7 +31,8 @@ def check(options: EmbedOptions) -> None:
     path = Path(os.path.expanduser(options.out))
     if path.suffix not in (".npy", ".parquet"):
         raise ConfigError(f"--out {path} must end in .npy (a .csv beside it names the rows) or .parquet")
-    for file in (path, path.with_name(f"{path.name}.json"), path.with_suffix(".csv")):
+    names = [path.with_suffix(".csv")] if path.suffix == ".npy" else []
+    for file in (path, path.with_name(f"{path.name}.json"), *names):
         if file.exists() and not _parts_of(path).is_dir():
             raise ConfigError(f"{file} is there already: remove it, or name another file with --out")
     if reason := why_not_writable(path):

@@ -36,10 +36,6 @@ class Curve:
         return float(self.y[-1]) if len(self) else float("nan")
 
     @property
-    def constant(self) -> bool:
-        return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
-
-    @property
     def is_long(self) -> bool:
         """Whether the curve has more points than a chart can show apart."""
         return len(self) > 4 * _PARTS

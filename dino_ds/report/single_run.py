@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.report.charts import LARGE, SHARE, Series, find_series, find_shares, knn_chart, loss_chart
+from dino_ds.report.charts import LARGE, SHARE, find_series, find_shares, knn_chart, loss_chart
 from dino_ds.report.curves import Metrics
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles
 from dino_ds.report.html import Tag, draw_chart, embedded_file, render
@@ -104,24 +104,16 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _charts(metrics: Metrics) -> dict[str, Any]:
-    """Draw the charts in the order of the page; curves that never change become text."""
-    small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
-    drawn = [series for series in small if not series.curve(metrics).constant]
+    """Draw the charts in the order of the page; of the small ones those that change."""
+    small = [series for series in find_series(metrics) if len(set(series.curve(metrics).y.tolist())) > 1]
     large = {
         "learning": [knn_chart(metrics), loss_chart(metrics)],
         "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
     }
     return {
         **{name: [svg for chart in charts if (svg := draw_chart(chart))] for name, charts in large.items()},
-        "others": [draw_chart(series.chart(metrics)) for series in drawn],
-        "constants": [_constant(series, metrics) for series in small if series not in drawn],
+        "others": [svg for series in small if (svg := draw_chart(series.chart(metrics)))],
     }
-
-
-def _constant(series: Series, metrics: Metrics) -> str:
-    unit = f" {series.unit}" if series.unit in ("s", "GiB", "nats") else ""
-    title = series.title if series.title[1:2].isupper() else f"{series.title[0].lower()}{series.title[1:]}"
-    return f"{title} {number(series.curve(metrics).last)}{unit}"
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
