@@ -129,7 +129,8 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     for i in range(60):
         (tmp_path / f"images/{i:02d}.png").write_bytes(noise(300, 300, "PNG", seed=i))
     make(tmp_path / "images", tmp_path / "whole", shard_size=3, shrink=150)
-    held = {tmp_path / f"images/{i}.png": (tmp_path / f"images/{i}.png").read_bytes() for i in (30, 33)}
+    paths = [tmp_path / f"images/{i}.png" for i in (30, 33)]
+    held = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
     for path in held:  # one for each worker, which never gets further
         path.unlink()
         os.mkfifo(path)
@@ -149,9 +150,10 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     job.kill()
     job.wait()
     assert psutil.wait_procs(family, timeout=60)[1] == []
-    for path, data in held.items():
+    for path, (data, time_ns) in held.items():
         path.unlink()
         path.write_bytes(data)
+        os.utime(path, ns=(time_ns, time_ns))
     shutil.copy(tmp_path / "whole/shards.json", tmp_path / "out")  # the pipes were other files
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     assert 2 <= len(done) < 20
