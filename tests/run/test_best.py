@@ -89,7 +89,7 @@ def test_a_run_that_gets_worse_keeps_its_best_teacher(straight):
     assert about["step"] == 4 and about["best"] == {"metric": "knn", "value": 70.0, "start": 30.0}
     whole = whole_tensors(straight, 4)
     assert all(torch.equal(tensor, whole[f"teacher.backbone.{name}"]) for name, tensor in tensors.items())
-    assert "best     step 4: knn 70; newest 20; start 30 (--weights best)" in log_of(straight)
+    assert "best     step 4: knn 70; newest 20; start 30 (best_teacher.safetensors)" in log_of(straight)
 
 
 def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
@@ -97,7 +97,7 @@ def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
     run = tmp_path / "run"
     assert train(root, run, {0: 50.0, 2: 40.0, 4: 30.0}, changes={"length": "4 steps"}) is None
     assert best_of(run)["step"] == 0 and "best is the start" in log_of(run)
-    assert "best     step 0: knn 50; newest 30; start 50 (--weights best)" in log_of(run)
+    assert "best     step 0: knn 50; newest 30; start 50 (best_teacher.safetensors)" in log_of(run)
     assert not (run / "checkpoints/step_00000000").exists()
 
 
