@@ -180,9 +180,9 @@ def _look_at_parts(recipe: Recipe, source: Source) -> Sample:
     """Sample a source, or each part of a mixture. Raises as `with_value_range` does."""
     total = Sample()
     parts = source.joined if isinstance(source, Joined) else [("", source)]
-    for place, part in parts:
+    for path, part in parts:
         sample = look_at_values([part], recipe.model.in_chans, recipe.data.max_pixels)
-        _check_images(recipe, part, sample, place and f"data.mixture: {place}: ")
+        _check_images(recipe, part, sample, path and f"data.mixture: {path}: ")
         total.images += sample.images
         total.channels += sample.channels
         total.deep += sample.deep

@@ -140,8 +140,8 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
             shards = map(IndexedMembers, lines)
             return {f"{os.path.dirname(index.url)}/{shard.name}": shard for shard in shards}
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        what = "is damaged: copy it there again from the folder that dino-ds shard made, or remove it"
-        raise DataError(f"{printable(index.url)} {what}") from None
+        remedy = "copy it there again from the folder that dino-ds shard made, or remove it"
+        raise DataError(f"{printable(index.url)} is damaged: {remedy}") from None
 
 
 def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> Contents:

@@ -39,8 +39,8 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
             return recipe_images(recipe.data, may_overlap=True)
         source, root = recipe.data.source, recipe.data.root
     if source is None and root is None:
-        own = home_of(model).folder / "config.yaml"
-        lost = f"{own}, which names the run's images, is missing or no file: " if holds_run(own.parent) else ""
+        file = home_of(model).folder / "config.yaml"
+        lost = f"{file}, which names the run's images, is missing or no file: " if holds_run(file.parent) else ""
         raise ConfigError(f"{lost}name images, --root PLACE ({IMAGE_FORMS}), or --source photos")
     return build_source(source or "folder", root, "train", False)
 
