@@ -18,12 +18,7 @@ from dino_ds.options.definition import Command, field_of
 from dino_ds.options.flags import Flags, check_required
 from dino_ds.run.train_options import TrainOptions
 
-
-def _no_images(resumes: bool) -> str:
-    images = "--data.root FOLDER, --data.source NAME, or --config quickstart for the embedded photos"
-    if resumes:
-        return f"no images are given: name the run to continue, --run_dir RUN, or the images of a new one, {images}"
-    return f"no images are given: {images}"
+_NO_IMAGES = "no images are given: --data.root FOLDER, --data.source NAME, or --config quickstart for embedded photos"
 
 
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
@@ -54,7 +49,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
                 and not data.root
                 and not data.mixture
             ):
-                problems.append(_no_images(bool(values.get("resume"))))
+                problems.append(_NO_IMAGES)
         except ConfigError as error:
             problems.append(str(error))
     if command.takes_ds and ds_config is None:
@@ -68,8 +63,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
             files["ds"] = load_ds_config(ds_config, flags.ds)
             files["ds_path"] = find_ds_config(ds_config)
         except ConfigError as error:
-            unnamed = flags.ds and "ds_config" not in flags.fixed
-            problems.append(f"{error}{f' (of {ds_config}; --ds_config takes another)' if unnamed else ''}")
+            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:

@@ -22,7 +22,7 @@ from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.config.recipe_files import recipe_names
-from dino_ds.errors import CheckpointError, DataError
+from dino_ds.errors import CheckpointError
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
@@ -474,6 +474,8 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train", 2, "--data.root FOLDER"),
         ("train --data imgs", 2, "write --data.root"),
         ("train --data.root imgz", 2, "Did you mean imgs?"),
+        ("train --data.root imgs --eval.root imgz", 2, "Did you mean imgs?"),
+        ("train --data.root imgs --eval.val_root empty", 2, "eval.val_root"),
         ("train --config quickstart --data.source photos --data.root imgs", 2, "say --data.source folder"),
         ("train --resume --run_dir nope", 3, "nothing to resume: nope holds no run"),
         ("train --data.root imgs.zip", 2, "unpack archives"),
@@ -542,22 +544,3 @@ def test_a_place_that_may_not_be_entered_and_a_home_that_is_not_there_are_no_bug
     with pytest.raises(SystemExit) as ended:
         cli.main(["report", "~nobody_of_that_name/run"])
     assert ended.value.code == 2 and "~nobody_of_that_name/run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", ["data.root", "eval.root", "eval.val_root"])
-@pytest.mark.parametrize(
-    ("place", "says"),
-    [("imagse", "Did you mean .*images"), ("empty", "the folder is empty"), ("a.csv", r"a\.csv .*is none of a folder")],
-)
-def test_a_wrong_place_of_images_is_said_before_any_is_listed(tmp_path, monkeypatch, key, place, says):
-    """Of each key that names images, in one line."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images/1.png").write_bytes(b"")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "a.csv").write_text("")
-    places = {"data.root": "images", key: place}
-    words = ["train", "--config", "small", "--run_dir", "run", *(f"--{name}={where}" for name, where in places.items())]
-    with pytest.raises(DataError, match=says) as error:
-        cli.prepare(*cli.parse(words))
-    assert "\n" not in str(error.value) and (key == "data.root" or key in str(error.value))

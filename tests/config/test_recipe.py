@@ -271,6 +271,10 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
         ({"optimizer.lr": "nan"}, "--optimizer.lr: 'nan' is not a number"),
         ({"crops.global_scale": "0,1"}, "is not a range of areas"),
         ({"length": "0 steps"}, "must be more than 0"),
+        *(
+            ({"length": text}, "is not a length")
+            for text in ("-1 steps", "1 week", "nan steps", "1e999 steps", "1.2.3")
+        ),
         ({"seed": str(10**30)}, "must be < 4294967296"),
         ({"log_every": str(10**400)}, "is more than can be counted here"),
         ({"data.root": "a" * 300}, "is too long: 300 bytes"),
@@ -312,12 +316,6 @@ def test_lengths_in_steps_of_real_data(text: str, steps: int):
     """31 steps an epoch of 128 images; rounded up."""
     assert Length.parse(text).in_steps(128, 31) == steps
     assert Length.parse("0.1 epochs").in_steps(1, 30) == 3  # exact decimals
-
-
-@pytest.mark.parametrize("text", ["", "-1 steps", "1 week", "nan steps", "1e999 steps", "1.2.3 steps"])
-def test_bad_lengths(text: str):
-    with pytest.raises(ValueError, match="is not a length"):
-        Length.parse(text)
 
 
 def test_a_recipe_can_be_changed_like_a_new_one():
