@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dino_ds.basics.durable import why_not_writable
 from dino_ds.basics.names import sidecar_of
-from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Home, home_of
+from dino_ds.config.stages import home_of
 from dino_ds.errors import ConfigError
-from dino_ds.evals.results import RESULTS, name_images, read_results
 from dino_ds.options.definition import Result
 from dino_ds.options.model import ExportOptions
-
-if TYPE_CHECKING:
-    from dino_ds.weights.load import Backbone
-
-_OURS = ("safetensors", "adapters")
-"""Formats that dino_ds.load reads, by the ending of their files."""
 
 
 def check(options: ExportOptions) -> None:
@@ -38,38 +29,31 @@ def run(options: ExportOptions) -> Result:
 
     write, ending = FORMATS[options.format]
     source = Path(os.path.expanduser(options.model))
-    home = home_of(options.model)
-    default = home.place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
+    is_folder = source.is_dir()
+    default = home_of(options.model).place("teacher", ending) if is_folder else source.with_name(source.stem + ending)
     path = Path(os.path.expanduser(options.out)) if options.out else default
     _check_place(source, options.format, path)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
-    if options.adapters is not None:
-        backbone.add_adapters(options.adapters)
-    backbone.about |= _results(home)
     how, notes = write(backbone, path), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
-    if eps != 1e-6 and options.format in ("safetensors", "timm"):
+    if eps != 1e-6:
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in timm's networks")
-    notes += _notes_on_images(backbone, options.format, path)
+    if options.format == "timm":
+        notes.append(
+            f"timm and transformers enlarge and cut images whose shorter side is {backbone.image_size} pixels or less, "
+            "which dino_ds leaves uncut: for such images set crop_pct to 1"
+        )
+        if backbone.value_range is not None:
+            notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")
     facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}
     return Result(facts, "\n".join([str(path), f"load it: {how}", *(f"note: {note}" for note in notes)]))
-
-
-def _notes_on_images(model: Backbone, format: str, path: Path) -> list[str]:
-    """A note on how to prepare images, if the program that loads the export does not, or does it differently."""
-    if format == "timm":
-        return [
-            f"timm and transformers enlarge and cut images whose shorter side is {model.image_size} pixels or less, "
-            "which dino_ds leaves uncut: for such images set crop_pct to 1"
-        ]
-    return [] if format in _OURS else [f"prepare images with {model.normalization}, as {sidecar_of(path)} says"]
 
 
 def _check_place(source: Path, format: str, path: Path) -> None:
     exported = [file for file in (source, source / "teacher.safetensors") if file.exists()]
     if path.exists() and any(map(path.samefile, exported)):
         raise ConfigError(f"{path} is what is to be exported: name another file with --out")
-    if format in _OURS and path.suffix != ".safetensors":
+    if format != "timm" and path.suffix != ".safetensors":
         raise ConfigError(f"--out {path} does not end in .safetensors, by which such a file is known: name it so")
     # An export that was killed leaves a description, and weights under a temporary name.
     is_left_over = not path.exists() and path.with_name(f"{path.name}.tmp").exists()
@@ -78,22 +62,3 @@ def _check_place(source: Path, format: str, path: Path) -> None:
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(path):
         raise ConfigError(f"{path} can't be written: {reason}; fix --out")
-
-
-def _results(home: Home) -> dict[str, Any]:
-    """Facts for the model card of a run or checkpoint: how its teacher was evaluated, on which images. Raises
-    ConfigError."""
-    if not home.is_run:
-        return {}
-    results = home.place(Path(RESULTS).stem, Path(RESULTS).suffix)
-    try:
-        evaluations = read_results(results)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{results} can't be read ({error}): fix or remove it") from None
-    try:
-        recipe = load_recipe(str(home.folder / "config.yaml"), {})
-    except ConfigError:  # of another version
-        return {"evaluations": evaluations}
-    parts = [name_images("folder", part.place) for part in recipe.data.parts]
-    data = " and ".join(parts) or name_images(recipe.data.source, recipe.data.root)
-    return {"evaluations": evaluations, "data": data}

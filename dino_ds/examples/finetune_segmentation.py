@@ -3,17 +3,20 @@
 Images lie in DIR/images, masks in DIR/masks: PNG files of the same names and sizes whose values are numbers of classes,
 255 where nobody knows.
 
-python -m dino_ds.examples.finetune_segmentation runs/vits16 --frozen --train TRAIN --test TEST --out segmenter \\
+dino-ds export runs/vits16 --format timm --out for-timm
+python -m dino_ds.examples.finetune_segmentation for-timm --frozen --train TRAIN --test TEST --out segmenter \\
     --classes background,crack,rust
 """
 
 from __future__ import annotations
 
-from functools import partial
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
@@ -24,7 +27,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from dino_ds.examples.finetune_classification import DEVICE, fail, fit, load_teacher, open_upright, parser
+from dino_ds.examples.finetune_classification import DEVICE, fit, open_upright, parse
 
 UNKNOWN = 255
 COLORS = np.random.default_rng(3).integers(40, 256, (256, 3), dtype=np.uint8)
@@ -49,24 +52,19 @@ class Segmenter(nn.Module):
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
-    """Images and their masks, checked at construction: ends the program with one line about the first wrong one."""
+    """Images and their masks."""
 
-    def __init__(self, folder: Path, classes: int, transform: Any) -> None:
-        names = sorted(path for path in (folder / "images").glob("*") if not path.name.startswith("."))
-        self.pairs = [(path, folder / "masks" / f"{path.stem}.png") for path in names]
+    def __init__(self, folder: str, classes: int, transform: Any) -> None:
+        images = sorted(path for path in Path(folder, "images").glob("*") if not path.name.startswith("."))
+        self.pairs = [(path, Path(folder, "masks", f"{path.stem}.png")) for path in images]
         self.transform = transform
-        if not names:
-            fail(f"no images in {folder / 'images'}")
+        if not images:
+            sys.exit(f"no images in {folder}/images")
         for image, mask in self.pairs:
-            if not mask.exists():
-                fail(f"{image} has no mask {mask}")
-            picture = open_upright(image)
-            with Image.open(mask) as drawn:
-                if picture.size != drawn.size or drawn.mode not in ("L", "P"):
-                    wanted = f"{picture.size} pixels of 8 bits in one channel, the numbers of classes"
-                    fail(f"{mask} is {drawn.size} of mode {drawn.mode}, and its image wants {wanted}")
-                if wrong := [n for n in np.unique(np.array(drawn)).tolist() if classes <= n != UNKNOWN]:
-                    fail(f"{mask} has class {wrong[0]}: --classes names 0 to {classes - 1}, and 255 is unknown")
+            numbers = np.array(Image.open(mask)) if mask.exists() else np.zeros(0)
+            known = (numbers < classes) | (numbers == UNKNOWN)
+            if numbers.shape != open_upright(image).size[::-1] or not known.all():
+                sys.exit(f"{image} wants a mask {mask} of its size, one channel of classes 0 to {classes - 1} or 255")
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -86,8 +84,8 @@ def predict(network: Segmenter, data: Masked, index: int) -> tuple[np.ndarray, n
     return functional.interpolate(logits, mask.shape, mode="bilinear").argmax(1)[0].cpu().numpy(), mask
 
 
-def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, dict[str, float]]:
-    """Intersection over union of all images in percent: the mean over classes, and by class; without absent classes."""
+def iou(network: Segmenter, data: Masked, classes: list[str]) -> float:
+    """The mean over classes of intersection over union, of all images in percent; prints that of each class."""
     n = len(classes)
     counts = np.zeros((n, n))
     for index in range(len(data)):
@@ -96,7 +94,8 @@ def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, di
         counts += np.bincount(n * mask[known].astype(int) + predicted[known], minlength=n * n).reshape(n, n)
     right, union = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
     each = {name: float(100 * a / b) for name, a, b in zip(classes, right, union, strict=True) if b}
-    return float(np.mean([*each.values()])), each
+    print(", ".join(f"{name} {percent:.1f}" for name, percent in each.items()), end="; ")
+    return float(np.mean([*each.values()]))
 
 
 def overlay(network: Segmenter, data: Masked, path: Path) -> None:
@@ -104,25 +103,22 @@ def overlay(network: Segmenter, data: Masked, path: Path) -> None:
     rows = []
     for index in range(min(4, len(data))):
         image = open_upright(data.pairs[index][0])
-        predicted, mask = predict(network, data, index)
-        tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in (mask, predicted)]
-        rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted)]))
+        tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in predict(network, data, index)]
+        rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted[::-1])]))
     Image.fromarray(np.vstack(rows)).save(path)
 
 
 def main(argv: list[str] | None = None) -> float:
     """Returns the best mean IoU on the test images, in percent."""
-    options = parser(__doc__)
-    for name in ("--train", "--test"):
-        options.add_argument(name, type=Path, required=True, help="a folder with images/ and masks/")
-    options.add_argument("--classes", required=True, help="names of the classes 0, 1, 2, ... with commas between")
-    args = options.parse_args(argv)
-    torch.manual_seed(args.seed)
+    args = parse(argv, "classes", size=0)  # of images in pixels, 0 for the teacher's
     names = args.classes.split(",")
-    backbone, about = load_teacher(args.model, 0, args.random)
-    size = args.size or about["timm_arguments"].get("img_size", 224)
+    arguments = json.loads((args.model / "config.json").read_text())["model_args"]
+    any_size = {"dynamic_img_size": True} if "img_size" in arguments else {}
+    backbone = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=0, **any_size)
+    images = backbone.pretrained_cfg
+    size = args.size or images["input_size"][-1]
     last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
-    last.append(v2.Normalize(about["mean"], about["std"]))
+    last.append(v2.Normalize(images["mean"], images["std"]))
     crop = [v2.RandomResizedCrop(size, scale=(0.25, 1)), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4, 0.4, 0.4)]
     training = Masked(args.train, len(names), v2.Compose([*crop, *last]))
     tests = Masked(args.test, len(names), v2.Compose([v2.Resize(size), *last]))
@@ -130,9 +126,10 @@ def main(argv: list[str] | None = None) -> float:
     groups = [{"params": [*network.head.parameters()]}]
     if not args.frozen:
         groups += param_groups_layer_decay(backbone, weight_decay=0.05, layer_decay=args.layer_decay)
-    best = fit(network, training, groups, partial(iou, network, tests, names), about, args)
-    network.load_state_dict(load_file(args.out / "best.safetensors"))
-    overlay(network, tests, args.out / "overlay.png")
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    best = fit(network, training, groups, lambda network: iou(network, tests, names), args)
+    network.load_state_dict(load_file(Path(args.out, "model.safetensors")))
+    overlay(network, tests, Path(args.out, "overlay.png"))
     return best
 
 

@@ -1,4 +1,4 @@
-"""Builds a backbone from its spec, initializes its weights, and makes a form of it that exporters can trace.
+"""Builds a backbone from its spec, and initializes its weights.
 
 Weights are initialized module by module, so that no process needs to hold a whole network. A network built on a real
 device is initialized by its constructors. A network on the meta device gets the same weights, bit for bit, from
@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dino_ds.models.base import Backbone
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
@@ -25,7 +24,8 @@ Placer = Callable[[nn.Module], None]
 
 def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None) -> Backbone:
     """Build a backbone, initialized by its class; `image_size`: side of its native crop in pixels."""
-    backbone: Backbone = _class(spec.builder)(spec, image_size, options or BackboneOptions())
+    module, _, name = spec.builder.partition(":")
+    backbone: Backbone = getattr(import_module(module), name)(spec, image_size, options or BackboneOptions())
     return backbone
 
 
@@ -36,28 +36,6 @@ def tensor_shapes(
     with torch.device("meta"):
         state = build_backbone(spec, image_size, options).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-class PlainBackbone(nn.Module):
-    """Images (b, c, h, w) -> features (b, d), computed by the backbone itself."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__()
-        self.backbone = backbone
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.backbone.features(images)
-
-
-def plain_form(backbone: Backbone) -> nn.Module:
-    """The same network, images (b, c, h, w) -> features (b, d), as exporters can trace it. Raises ConfigError."""
-    found: nn.Module = _class(backbone.spec.plain_form)(backbone)
-    return found
-
-
-def _class(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 def init_weights(part: nn.Module) -> None:

@@ -140,21 +140,6 @@ class ForeignBackbone(Backbone):
         return found
 
 
-class PlainForeign(nn.Module):
-    """Images (b, c, h, w) -> features (b, d): the network as timm or the user's class makes it, with the weights and
-    statistics of `backbone`."""
-
-    def __init__(self, backbone: ForeignBackbone) -> None:
-        super().__init__()
-        self.network = create(backbone._foreign, backbone.image_size).eval()
-        self.network.load_state_dict(backbone.state_dict())
-        self.network.to(next(backbone.parameters()).device)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = features_of(self.network, images)[0]
-        return features
-
-
 class KeyedDropPath(nn.Module):
     """Drops the residual branch of the images whose draw, in `draws` (b,), is below the rate; of none if it is None."""
 

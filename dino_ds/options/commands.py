@@ -141,7 +141,7 @@ class BenchLadderOptions(BenchOptions):
 
 @command("bench inference", "dino_ds.planning.bench.inference:run", "measure")
 class BenchInferenceOptions:
-    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
+    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, interleaved"""
 
     model: Model
     random: bool = option(False, "MODEL is an architecture: random weights, 224 pixels; they change no speed")

@@ -12,7 +12,7 @@ from dino_ds.options.definition import Heads, Json, Model, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
-ExportForm = Literal["safetensors", "timm", "onnx", "adapters"]
+ExportForm = Literal["safetensors", "timm"]
 
 _Source = Annotated[
     str | None,
@@ -105,12 +105,11 @@ class PicturesOptions:
 
 @command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
 class ExportOptions:
-    """a run's teacher, or any weights, as safetensors, a folder for timm and transformers, or ONNX"""
+    """a run's teacher, or any weights, as safetensors or a folder for timm and transformers"""
 
     model: Model
     format: ExportForm = option(..., "one of")
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
-    adapters: str | None = option(None, "file of --format adapters (LoRA), put onto these weights")
     heads: Heads = None
     backbone: str | None = option(
         None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"

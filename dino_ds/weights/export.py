@@ -1,34 +1,25 @@
-"""Exports a backbone to the formats of other programs: safetensors, timm's and transformers' folder, ONNX."""
+"""Exports a backbone to the formats of other programs: safetensors, timm's and transformers' folder."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.basics.durable import replacing_folder
-from dino_ds.errors import ConfigError, one_line
-from dino_ds.models.build import plain_form
+from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import VITS
-from dino_ds.weights.adapters import find_adapters
-from dino_ds.weights.card import model_card
 from dino_ds.weights.find import is_timm_name
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.sidecar import write_with_sidecar
-
-_BATCH, _SIDE = 4096, 512
-"""Largest batch, and largest side in patches, that an ONNX program takes."""
 
 
 def export_safetensors(model: Backbone, out: Path) -> str:
@@ -58,78 +49,20 @@ def export_timm(model: Backbone, out: Path) -> str:
     Raises ConfigError for a network that timm does not know.
     """
     config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
+    if model.value_range is not None:
+        config["value_range"] = list(model.value_range)
     with _explained(out), replacing_folder(out) as folder:
         safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, out.name))
     return (
         f"timm.create_model('local-dir:{out}', pretrained=True)(images), or "
         f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
     )
 
 
-def export_onnx(model: Backbone, out: Path) -> str:
-    """Write one ONNX file: images (batch, c, h, w) -> features (batch, d), any batch, any multiple of the patch size.
-
-    A network that is made for a single size takes that size only. Raises ConfigError where onnx and onnxscript
-    are not installed, and for a network that can't be exported.
-    """
-    try:
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise ConfigError("ONNX needs two more packages: pip install 'dino_ds[onnx]'") from None
-    with _quiet():
-        program, only = _onnx_program(model)
-    _write_file(out, lambda file: program.save(str(file), external_data=False), _facts(model))
-    return f"onnxruntime.InferenceSession({str(out)!r}).run(None, {{'images': images}}){only}"
-
-
-def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
-    """The ONNX program, and a text to add if it takes its native size only. Raises ConfigError."""
-    size, any_size = model.side_multiple, _takes_any_size(model)
-    batch = torch.export.Dim("batch", min=1, max=_BATCH)
-    # Other networks' feature maps need two pixels a side: one is a special case that the program would not cover.
-    least, most = (2, _SIDE) if model.is_vit else (2 * model.stride, _SIDE * model.stride)
-    rows, columns = (torch.export.Dim(name, min=least, max=most) for name in ("rows", "columns"))
-    shapes: list[dict[int, Any]] = [{0: batch, 2: size * rows, 3: size * columns}] if any_size else []
-    problem = ""
-    for shape in [*shapes, {0: batch}]:
-        sides = _example_sides(model) if 2 in shape else (model.image_size, model.image_size)
-        try:
-            program = torch.onnx.export(
-                plain_form(model.network),
-                (next(model.network.parameters()).new_zeros(2, model.network.spec.in_chans, *sides),),
-                dynamo=True,
-                dynamic_shapes=(shape,),
-                input_names=["images"],
-                output_names=["features"],
-                verbose=False,
-            )
-        except Exception as error:  # whatever the exporter raises
-            problem = problem or one_line(error)
-            continue
-        assert program is not None
-        return program, "" if 2 in shape else f", images of {model.image_size} pixels only"
-    raise ConfigError(f"--format onnx: torch's exporter can't export {model.title}: {problem}")
-
-
-def export_adapters(model: Backbone, out: Path) -> str:
-    """Write only the adapters of a run with model.train lora: a small file to add to the weights that it began with.
-
-    Raises CheckpointError for a model without adapters.
-    """
-    adapters = find_adapters(model.source)
-    _write_file(
-        out, lambda file: safetensors.torch.save_file(adapters.tensors, file, metadata={"format": "pt"}), adapters.facts
-    )
-    return f"dino_ds.load(WEIGHTS).add_adapters({str(out)!r}), or dino-ds export WEIGHTS --adapters {out} --format timm"
-
-
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
-    "onnx": (export_onnx, ".onnx"),
-    "adapters": (export_adapters, "-adapters.safetensors"),
 }
 """Format -> function that writes it and returns the line that loads it; ending of its file's or folder's name."""
 
@@ -158,7 +91,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
     if known is None:
         raise ConfigError(
             f"{spec.title} is a class of your own, which neither timm nor transformers can build: take "
-            "--format safetensors or onnx"
+            "--format safetensors"
         )
     name, arguments = known
     return {
@@ -192,38 +125,10 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in kept}
 
 
-def _takes_any_size(model: Backbone) -> bool:
-    """Whether the model takes images of other sizes than its native one, with unequal sides too."""
-    try:
-        model.network.check_image(*_example_sides(model))
-    except ConfigError:
-        return False
-    # Windows, positions and the like are made for one size: an exported program has them as constants.
-    return not model.network.spec.has_native_size
-
-
-def _example_sides(model: Backbone) -> tuple[int, int]:
-    """Sides of example images: unequal, neither of them the native one, so that nothing seems constant."""
-    size, grid = model.stride, model.image_size // model.stride
-    return (grid + 1) * size, (grid + 2) * size
-
-
 def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:
     """Write a file by `write`, and `facts` as the JSON next to it. Raises ConfigError if one can't be written."""
     with _explained(out):
         write_with_sidecar(out, write, facts)
-
-
-def _facts(model: Backbone) -> dict[str, Any]:
-    """Facts that the format can't hold: how images are prepared, and what no tensor shows."""
-    kept = ("value_range", "step", "images", "distilled_from", "versions")
-    facts = {key: model.about[key] for key in kept if key in model.about}
-    if model.is_vit:
-        vit = model.vit
-        facts |= {"num_attention_heads": vit.arch.heads, "layer_norm_eps": vit.arch.norm_eps}
-        facts |= {"pos_embed_interpolation": vit.options.pos_embed_interpolation}
-    mean, std = list(model.normalization.mean), list(model.normalization.std)
-    return {"mean": mean, "std": std, "image_size": model.image_size, **facts}
 
 
 @contextlib.contextmanager
@@ -235,21 +140,3 @@ def _explained(out: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"{out} can't be written: {reason}; fix --out") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings, and restore torch's own linear function during the block.
-
-    A process that has trained under ZeRO 3 keeps DeepSpeed's linear function, which the exporter can't trace.
-    """
-    before, linear = logging.root.manager.disable, F.linear
-    logging.disable(logging.WARNING)
-    F.linear = torch._C._nn.linear
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        F.linear = linear
-        logging.disable(before)

@@ -162,20 +162,14 @@ def teacher_weights(saved: SavedCheckpoint) -> Weights:
 def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
     """The tensors of the teacher's backbone and of its heads in a checkpoint, by the part's name; adapters are
     merged into the weights of their layers."""
-    parts = unmerged_parts(saved)
-    if adapters_in(parts["backbone"]):
-        parts["backbone"] = merged(parts["backbone"], recipe_of(saved.manifest).model.lora_alpha)
-    return parts
-
-
-def unmerged_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
-    """The tensors of `network_parts` with LoRA adapters separate, as they are trained."""
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in saved.whole().items():
         owner, _, rest = name.partition(".")
         part, _, inside = rest.partition(".")
         if owner == "teacher":
             parts.setdefault(part, {})[inside] = tensor
+    if adapters_in(parts["backbone"]):
+        parts["backbone"] = merged(parts["backbone"], recipe_of(saved.manifest).model.lora_alpha)
     return parts
 
 

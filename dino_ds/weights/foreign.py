@@ -146,6 +146,7 @@ def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> We
     backbone = {name.removeprefix("timm_model."): tensor for name, tensor in tensors.items()}
     backbone, notes = _without_classifier(backbone, spec)
     about = {"timm_name": name, **timm_statistics(config.get("pretrained_cfg"))}
+    about |= {key: config[key] for key in ("value_range",) if key in config}
     return Weights("timm", backbone, about=about, notes=notes, spec=spec, image_size=size)
 
 

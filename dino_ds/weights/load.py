@@ -31,7 +31,6 @@ from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.adapters import put_on
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalization import normalization_of, range_of
@@ -92,16 +91,6 @@ class Backbone(nn.Module):
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
-
-    def add_adapters(self, file: str | os.PathLike[str]) -> Backbone:
-        """Add the adapters in a file of `dino-ds export --format adapters` to the weights; returns this model.
-
-        Raises CheckpointError for other files, and for adapters that were trained on other weights.
-        """
-        state = {name: tensor.cpu() for name, tensor in self.network.state_dict().items()}
-        self.network.load_state_dict(put_on(state, os.fspath(file), self.source))
-        self.notes = [*self.notes, f"with adapters {os.fspath(file)}"]
-        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """The same as `features`."""

@@ -126,6 +126,7 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(heads, int | None):
         raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
     about = {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
+    about |= {key: config[key] for key in ("value_range",) if key in config}
     return about | _rope_of_timm_config(config) | timm_statistics(config.get("pretrained_cfg"))
 
 

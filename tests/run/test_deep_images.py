@@ -65,10 +65,9 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
     """The loaded and the exported teacher do; other images are refused."""
     FORMATS["safetensors"][0](dino_ds.load(run), tmp_path / "copy.safetensors")
     FORMATS["timm"][0](dino_ds.load(run), tmp_path / "timm")
-    assert "0 is black and 4095 is white" in (tmp_path / "timm/README.md").read_text()
     deep = np.random.default_rng(0).integers(0, 4096, (50, 60), dtype=np.uint16)
     unit = np.repeat(deep.astype(np.float32)[:, :, None] / np.float32(4095), 3, axis=2)
-    for path in (run, tmp_path / "copy.safetensors"):
+    for path in (run, tmp_path / "copy.safetensors", tmp_path / "timm"):
         model = dino_ds.load(path)
         for image in (Image.fromarray(deep), np.repeat(deep[:, :, None], 3, axis=2)):
             torch.testing.assert_close(model.preprocess(image), EvalCrop(32, IMAGENET)(unit), rtol=0, atol=1e-6)

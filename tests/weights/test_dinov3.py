@@ -6,7 +6,6 @@ Features are compared to 1e-4, the issue's bound; what was measured is below 2e-
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 
 import pytest
@@ -19,7 +18,6 @@ from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.build import build_network
-from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
@@ -180,19 +178,6 @@ def test_formats_that_have_no_such_rotary_positions(tmp_path):
     assert "\n" not in str(caught.value)
     FORMATS["safetensors"][0](unlike, tmp_path / "a.safetensors")
     _same(load(tmp_path / "a.safetensors").features(_images()), unlike.features(_images()))
-
-
-PLAIN = [{}, {"rope": "max"}, {"rope": "min", "rms_norm": True}, {"cls_norm": True}]
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    sampled(itertools.product(["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"], PLAIN)),
-)
-def test_plain_form_equals_ours(name, changes):
-    model = _backbone(name, **changes)
-    for size in ((SIZE, SIZE), (96, 48), (16, 16)):
-        _same(PlainViT(model.vit)(_images(*size)), model.features(_images(*size)))
 
 
 @pytest.mark.parametrize("change", [{"rope": "both"}, {"rope_base": 1.0}, {"rope_max_period": 9.0}, {"rope": None}])

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from dino_ds.commands.export import run as export
-from dino_ds.errors import CheckpointError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.model import ExportOptions
 from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.load import load
@@ -34,12 +34,11 @@ def test_export_says_what_a_program_must_do_itself(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (32, 32), (40, 24), (31, 64)])
-def test_small_images_as_the_card_says(tmp_path, shape):
+def test_small_images_as_the_note_says(tmp_path, shape):
     """timm's transform with crop_pct 1 gives our pixels of images that dino_ds leaves uncut."""
     model, image = _backbone(), _image(*shape)
     ours = model.preprocess(image)
     export_timm(model, tmp_path / "timm")
-    assert "timm's transform with crop_pct 1" in (tmp_path / "timm/README.md").read_text()
     config = timm.data.resolve_data_config(json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"])
     transform = timm.data.create_transform(**config | {"crop_pct": 1.0})
     if min(shape) * max(shape) % 2 == 0:  # of odd borders timm cuts the other half
@@ -92,3 +91,19 @@ def test_a_processor_without_statistics_is_noted(tmp_path):
     (tmp_path / "hf/preprocessor_config.json").write_text('{"do_normalize": true}')
     note = "preprocessor_config.json has no image_mean or image_std: the usual ones are taken"
     assert note in load(tmp_path / "hf").notes
+
+
+def test_an_export_replaces_nothing(tmp_path):
+    """Neither its own source nor a JSON that is there, and its file is known by its ending."""
+    FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors")
+    (tmp_path / "mine.json").write_text("{}")
+    for model, out, words in (
+        (".", None, "is what is to be exported: name another file with --out"),
+        ("teacher.safetensors", None, "is what is to be exported: name another file with --out"),
+        (".", "mine.safetensors", r"mine\.json is there already"),
+        (".", "mine.bin", r"end in \.safetensors"),
+    ):
+        place = None if out is None else str(tmp_path / out)
+        with pytest.raises(ConfigError, match=words):
+            export(ExportOptions(model=str(tmp_path / model), format="safetensors", out=place))
+    assert (tmp_path / "mine.json").read_text() == "{}" and len(list(tmp_path.iterdir())) == 3

@@ -160,9 +160,6 @@ def test_what_is_made_of_a_checkpoint_is_named_by_its_step(run):
     dino_ds.evaluate(run / OLD, ["statistics"], workers=0)
     assert json.loads((run / "evaluations-step_00000002.json").read_text())["statistics"]["step"] == 2
     assert not (run / "evaluations.json").exists()
-    export(ExportOptions(model=str(run / OLD), format="timm", json=True))
-    card = (run / "teacher-step_00000002-timm/README.md").read_text()
-    assert "Trained for 2 steps" in card and "| statistics" in card
     draw_pictures(PicturesOptions(model=str(run / OLD), only=("pca",)))
     assert (run / "pictures/step_00000002/pca.png").is_file()
     assert find_frozen(str(run / OLD)).notes == ["the EMA teacher of step 2"]

@@ -14,11 +14,10 @@ from torch import nn
 
 import dino_ds
 from dino_ds.errors import CheckpointError
-from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.export import FORMATS, export_onnx, export_timm
+from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.fit import Description
 from dino_ds.weights.load import Backbone, _filled, load
 from tests.sample import sampled
@@ -56,17 +55,6 @@ def test_only_a_name_that_timm_has_goes_into_an_export(tmp_path, said):
     model.about["timm_name"] = said
     export_timm(model, tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["architecture"] == KINDS[0]
-    assert str(said) not in (tmp_path / "out/README.md").read_text()
-
-
-@pytest.mark.parametrize(("name", "interpolation"), sampled(itertools.product(KINDS, ["dino", "antialias"])))
-def test_plain_form_equals_ours_at_every_size(name, interpolation):
-    """The same formula in other kernels, the position embedding by matrix products: 1e-5."""
-    model = _backbone(name, interpolation)
-    for size in ((32, 32), (32, 64), (16, 16), (40, 24), (128, 128)):
-        ours = model.features(images(*size))
-        assert ours.std() > 0.05
-        torch.testing.assert_close(PlainViT(model.vit)(images(*size)), ours, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "size"), sampled(itertools.product(KINDS, [32, 48])))
@@ -119,20 +107,6 @@ def test_transformers_gives_the_same_features(name, tmp_path):
     torch.testing.assert_close(output.pooler_output, ours, rtol=1e-5, atol=1e-5)
     stated = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
     assert stated["input_size"][0] == len(stated["mean"]) == len(stated["std"]) == channels
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("interpolation", ["dino", pytest.param("antialias", marks=pytest.mark.full)])
-def test_onnx_runs_at_any_batch_and_size(tmp_path, interpolation):
-    """onnxruntime against ours: 1e-4."""
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model = _backbone(KINDS[4], interpolation, depth=1)
-    assert f"InferenceSession('{tmp_path}/a.onnx')" in export_onnx(model, tmp_path / "a.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
-    for given in (images(), images(48, 16, 1), images(16, 32, 5)):
-        (features,) = session.run(None, {"images": given.numpy()})
-        torch.testing.assert_close(torch.from_numpy(features), model.features(given), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["dino", "antialias"])

@@ -34,7 +34,6 @@ class ViTSpec(BackboneSpec):
     """
 
     builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
-    plain_form: ClassVar[str] = "dino_ds.models.plain_vit:PlainViT"
     told_by_tensors: ClassVar[bool] = True
     patch_size: int
     width: int

@@ -11,13 +11,11 @@ class BackboneSpec:
 
     One class for each kind of backbone. The rest of the program never asks which kind it has: it asks the questions
     below, whose answers here are those of a network without special features. `builder` is "module:class" of the kind's
-    `dino_ds.models.base.Backbone`, `plain_form` that of a module around the backbone, images (b, c, h, w) -> features
-    (b, d), that exporters can trace; `obeys` names the options of a recipe's section `model` and of a ds config's
-    section `dino_ds` that change the network; `told_by_tensors`: whether names and shapes of its tensors identify it.
+    `dino_ds.models.base.Backbone`; `obeys` names the options of a recipe's section `model` and of a ds config's section
+    `dino_ds` that change the network; `told_by_tensors`: whether names and shapes of its tensors identify it.
     """
 
     builder: ClassVar[str]
-    plain_form: ClassVar[str] = "dino_ds.models.build:PlainBackbone"
     told_by_tensors: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # as properties they would be the defaults of a dataclass's fields of these names
@@ -70,11 +68,6 @@ class BackboneSpec:
 
     @property
     def has_batch_norm(self) -> bool:
-        return False
-
-    @property
-    def has_native_size(self) -> bool:
-        """Whether the network is built for images of one size, though it may take others."""
         return False
 
     @property

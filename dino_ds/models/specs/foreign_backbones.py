@@ -43,7 +43,6 @@ class ForeignSpec(BackboneSpec):
     """
 
     builder: ClassVar[str] = "dino_ds.models.foreign:ForeignBackbone"
-    plain_form: ClassVar[str] = "dino_ds.models.foreign:PlainForeign"
     name: str
     in_chans: int = 3
     arguments: str = "{}"
@@ -79,10 +78,6 @@ class ForeignSpec(BackboneSpec):
     @property
     def has_batch_norm(self) -> bool:
         return facts_of(self).has_batch_norm
-
-    @property
-    def has_native_size(self) -> bool:
-        return not facts_of(self).accepts.isdisjoint(SIZE_ARGUMENTS)
 
     @property
     def is_timm(self) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from dino_ds.planning.measure.host import clock_name, describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import synchronize, time_interleaved
 from dino_ds.planning.measure.trial import begin
-from dino_ds.weights.export import export_onnx
 from dino_ds.weights.load import Backbone, load
 
 BASELINE = "fp32"
@@ -51,18 +48,17 @@ def run(options: BenchInferenceOptions) -> Result:
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # raises now for an impossible size
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for batch in tqdm(options.batches, desc="batch sizes", leave=False, disable=None):
-            torch.compiler.reset()  # each batch size has its own graph: all would fill the cache
-            try:
-                images = torch.randn(batch, channels, side, side, device=device())
-                backbone.features(images)
-            except RuntimeError as error:  # out of memory, also on a CPU; without a baseline nothing is compared
-                skipped[f"batch {batch}"] = _reason(error)
-                continue
-            ways, why = _ways(backbone, images, Path(folder, "model.onnx"), options.threads)
-            skipped |= why
-            rows += _measured(ways, images, options)
+    for batch in tqdm(options.batches, desc="batch sizes", leave=False, disable=None):
+        torch.compiler.reset()  # each batch size has its own graph: all would fill the cache
+        try:
+            images = torch.randn(batch, channels, side, side, device=device())
+            backbone.features(images)
+        except RuntimeError as error:  # out of memory, also on a CPU; without a baseline nothing is compared
+            skipped[f"batch {batch}"] = _reason(error)
+            continue
+        ways, why = _ways(backbone, images)
+        skipped |= why
+        rows += _measured(ways, images, options)
     if not rows:
         raise ConfigError(
             f"--batches {','.join(map(str, options.batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
@@ -86,14 +82,13 @@ def _random(name: str) -> Backbone:
     return Backbone(build_backbone(spec, _RANDOM_SIZE), _RANDOM_SIZE, name, {}).to(device())
 
 
-def _ways(backbone: Backbone, images: Tensor, file: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
+def _ways(backbone: Backbone, images: Tensor) -> tuple[dict[str, Features], dict[str, str]]:
     """Return functions that compute the features, each tried once, and why others are skipped; both by name."""
     builders: dict[str, Callable[[], Features]] = {
         BASELINE: lambda: backbone.features,
         "bf16": lambda: _changed(backbone, bf16=True, compiled=False),
         "fp32 compiled": lambda: _changed(backbone, bf16=False, compiled=True),
         "bf16 compiled": lambda: _changed(backbone, bf16=True, compiled=True),
-        "onnxruntime": lambda: _onnxruntime(backbone, file, threads),
     }
     ways, skipped = {}, {}
     for name, build in builders.items():
@@ -101,7 +96,7 @@ def _ways(backbone: Backbone, images: Tensor, file: Path, threads: int) -> tuple
             way = build()
             way(images)
             ways[name] = way
-        except (RuntimeError, ConfigError) as error:  # also of an incomplete compiler or exporter
+        except (RuntimeError, ConfigError) as error:  # also of an incomplete compiler
             full = isinstance(error, torch.OutOfMemoryError)
             skipped[f"{name}, batch {len(images)}" if full else name] = _reason(error)
     return ways, skipped
@@ -126,22 +121,6 @@ def _changed(backbone: Backbone, bf16: bool, compiled: bool) -> Features:
     if compiled:
         other.network.compile_segments()
     return (lambda images: other.features(images.bfloat16())) if bf16 else other.features
-
-
-def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise ConfigError("not installed: pip install 'dino_ds[onnx]'") from None
-    provider = "CUDAExecutionProvider" if torch.cuda.is_available() else "CPUExecutionProvider"
-    if provider not in onnxruntime.get_available_providers():
-        raise ConfigError("it is the package for CPUs: pip install onnxruntime-gpu")
-    if not file.exists():
-        export_onnx(backbone, file)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(file, options, providers=[provider])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.cpu().numpy()})[0])
 
 
 def _measured(ways: dict[str, Features], images: Tensor, options: BenchInferenceOptions) -> list[dict[str, Any]]:
