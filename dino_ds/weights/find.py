@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from dino_ds.basics.names import nearest, step_name, suggestion
+from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
@@ -42,8 +42,8 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
         raise missing_model(str(source))
     if is_checkpoint(path):
         return _of_checkpoint(path, asked)
-    if answer := _near_checkpoints(path):
-        raise CheckpointError(f"{path} {answer}")
+    if path.is_file() and is_checkpoint(path.parent):
+        raise CheckpointError(f"{path} is a part of a checkpoint: give {path.parent}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file():
         _check_teacher(path)
@@ -74,20 +74,6 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (is_named_so or has_manifest)
 
 
-def _near_checkpoints(path: Path) -> str:
-    """Advice for the folder of a run's checkpoints, or for a file in it or in a checkpoint; "" for other paths."""
-    folder = path if path.is_dir() else path.parent
-    if path.is_file() and is_checkpoint(folder):
-        return f"is a part of a checkpoint: give {folder}"
-    if folder.name != "checkpoints" or path not in (folder, folder / "latest"):
-        return ""
-    steps = sorted(step for step in folder.glob("step_*") if STEP_NAME.fullmatch(step.name))
-    if not steps:
-        return ""
-    problem = "is the folder of a run's checkpoints" if path == folder else "only names the newest checkpoint"
-    return f"{problem}: give one of them, such as {steps[-1]}"
-
-
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
     """The teacher of one checkpoint with its heads, described as in teacher.json."""
     saved = open_checkpoint(folder, WHOLE)
@@ -110,32 +96,24 @@ def _backbone_of(recipe: Path) -> str | None:
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
-    """`weights` with the teacher's heads and mask token from their checkpoint, or with a note on why there are none.
+    """`weights` with the teacher's heads and mask token from their checkpoint, or with a note that it was removed.
 
-    Raises CheckpointError where that checkpoint is damaged; a checkpoint that was removed is only noted.
+    Raises CheckpointError where that checkpoint is damaged.
     """
     folder = _checkpoint_folder(run, weights.about.get("step"))
     if folder is None:
         return weights
+    if not (folder / MANIFEST).is_file():  # removed as the run went on, or of an older format
+        note = f"its head is not available ({folder.relative_to(run)} is not there)"
+        return replace(weights, notes=[*weights.notes, note])
     try:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder.relative_to(run)} is not there")
         saved = teacher_weights(open_checkpoint(folder, WHOLE))
-    except CheckpointError as error:
-        if (folder / MANIFEST).is_file():
-            alone = f"the backbone alone, without heads, is {run / 'teacher.safetensors'}"
-            raise CheckpointError(f"{error}; {alone}") from None
-        return _without_heads(weights, error)  # removed as the run went on, or of an older format
-    whole = replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
-    try:
+        whole = replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
         whole.check_numbers(folder)
     except CheckpointError as error:
-        return _without_heads(weights, error)
+        alone = f"the backbone alone, without heads, is {run / 'teacher.safetensors'}"
+        raise CheckpointError(f"{error}; {alone}") from None
     return whole
-
-
-def _without_heads(weights: Weights, error: CheckpointError) -> Weights:
-    return replace(weights, notes=[*weights.notes, f"its head is not available ({error})"])
 
 
 def checkpoint_of(run: Path) -> Path | None:
@@ -188,18 +166,12 @@ def is_timm_name(name: object) -> TypeGuard[str]:
 def _from_timm(name: str) -> Weights:
     import timm
 
-    base, _, tag = name.partition(".")
-    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{base}.*")]  # timm's own list, not the hub's
-    if tag and tags and tag not in tags:
-        near = (
-            suggestion([f"{base}.{close}" for close in nearest(tag, tags)]) or f" Of {base} it has .{', .'.join(tags)}"
-        )
-        raise CheckpointError(f"{name} is neither a file nor weights that timm has.{near}")
+    base = name.partition(".")[0]
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:  # whatever timm and the hub's client raise
         raise CheckpointError(
-            f"the weights of {name} are not in the cache and not available ({one_line(error)}); give a file of weights"
+            f"the weights of {name} are neither in the cache nor available ({one_line(error)}); give a file of weights"
         ) from None
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg

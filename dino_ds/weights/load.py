@@ -68,8 +68,6 @@ class Backbone(nn.Module):
         self.normalization = normalization_of(about, network.spec.in_chans)
         self._crop = EvalCrop(image_size, self.normalization)
 
-    normalisation = property(lambda self: self.normalization)  # its earlier name
-
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
 

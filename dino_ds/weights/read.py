@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +31,6 @@ from dino_ds.weights.normalization import PROCESSOR, processor_statistics, timm_
 from dino_ds.weights.sidecar import read_json, read_sidecar
 from dino_ds.weights.tensors import Weights, checked, few, has_rope
 
-_STARTS = (b"PK\x03\x04", b"\x80")
-"""A zip archive, or a bare pickle as torch wrote them before 1.6."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
@@ -202,13 +199,6 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError for other files, and for files that hold more than data.
     """
-    try:
-        with path.open("rb") as file:
-            is_torch = file.read(4).startswith(_STARTS)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
-    if not is_torch:
-        raise CheckpointError(f"{path} is not a file of weights: neither .safetensors nor torch's (.pth, .pt)")
     content = _load_torch(path)
     for key in ("teacher", "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -223,21 +213,16 @@ def _load_torch(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals([(_Settings, name) for name in _STAND_INS]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
-        reason = f"an object of {refused[1]}" if refused else _plain(error)
-        raise CheckpointError(
-            f"{path} is refused: it holds more than tensors and plain values ({reason}); "
-            "save the tensors alone, as torch.save(checkpoint['teacher'], FILE) does"
-        ) from None
     except Exception as error:  # torch raises whatever its reader meets
-        reason = f"{type(error).__name__}: {_plain(error)}"
+        if refused := re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error)):
+            raise CheckpointError(
+                f"{path} is refused: it holds more than tensors and plain values (an object of {refused[1]}); "
+                "save the tensors alone, as torch.save(checkpoint['teacher'], FILE) does"
+            ) from None
+        # Without the colors of a terminal and torch's long preface.
+        reason = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2]
+        reason = f"{type(error).__name__}: {one_line(reason)}"
         raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
-
-
-def _plain(error: Exception) -> str:
-    """The text of an error without the colors of a terminal and torch's long preface."""
-    return one_line(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2])
 
 
 def _check_huggingface(config: dict[str, Any]) -> None:

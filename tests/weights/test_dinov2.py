@@ -12,6 +12,7 @@ from torch import Tensor
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
 from dino_ds.weights.export import export_timm
@@ -191,11 +192,11 @@ def test_heads_and_mask_token_of_a_run_by_name(place):
     assert {name for name in whole if name.endswith("center")} == {"center", "ibot_center"}
 
 
-def test_heads_with_numbers_that_are_none_are_left_out(place, monkeypatch):
+def test_a_head_with_numbers_that_are_none_is_refused(place, monkeypatch):
     bad = whole_tensors(place / "run", 3) | {"teacher.head.mlp.0.bias": torch.full((48,), torch.nan)}
     monkeypatch.setattr("dino_ds.weights.find.SavedCheckpoint.whole", lambda _: bad)
-    model = load(place / "run")
-    assert not model.heads and model.notes[0].startswith("its head is not available") and "NaN" in model.notes[0]
+    with pytest.raises(CheckpointError, match=r"NaN.*; the backbone alone, without heads, is .*teacher\.safetensors"):
+        load(place / "run")
 
 
 def test_a_run_starts_from_it_with_everything(place):

@@ -168,8 +168,7 @@ def test_what_is_made_of_a_checkpoint_is_named_by_its_step(run):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("checkpoints", r"checkpoints is the folder of a run's checkpoints: give one of them, such as .*step_00000004"),
-        ("checkpoints/latest", r"latest only names the newest checkpoint: give one of them, such as .*step_00000004"),
+        ("checkpoints", r"checkpoints is neither a run \(no config.yaml\) nor a Hugging Face folder"),
         (f"{OLD}/whole_00000.safetensors", r"is a part of a checkpoint: give .*step_00000002"),
         ("checkpoints/step_00000006", "checkpoint step 6 is incomplete: it has no manifest.json"),
     ],

@@ -139,7 +139,7 @@ class TestBadInput:
         ("name", "content", "said"),
         [
             ("a.safetensors", "hello", "not a readable"),
-            ("a.pth", "hello", "not a file of weights"),
+            ("a.pth", "hello", "not a readable torch file"),
             ("b.pth", "PK\x03\x04 and no more", "not a readable"),
             ("a.safetensors", "version https://git-lfs.github.com/spec/v1\noid", "Git LFS in place .*: git lfs pull"),
             ("a.pth", "<!DOCTYPE html><html>", "a web page in place of the file: download it again"),
