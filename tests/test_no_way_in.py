@@ -42,7 +42,6 @@ ALLOWED = {
         "dino_ds/planning/measure/memory.py",
         "importlib.import_module",
     ): "a function named by the process that started this one",
-    ("tests/weights/test_card.py", "exec"): "the code on a card that the test has just written",
     ("tests/test_pages.py", "exec"): "the examples of our own pages",
 }
 IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}

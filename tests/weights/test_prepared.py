@@ -13,7 +13,7 @@ from PIL import Image
 from dino_ds.commands.export import run as export
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.model import ExportOptions
-from dino_ds.weights.export import FORMATS, export_timm
+from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import load
 from tests.weights.huggingface import write_native
 from tests.weights.test_weights import _backbone
@@ -26,19 +26,14 @@ def _image(width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def test_export_says_what_a_program_must_do_itself(tmp_path):
-    """Its last lines: what is removed of images, or how small images are left uncut; and nothing is overwritten."""
-    FORMATS["safetensors"][0](_backbone(), tmp_path / "a.safetensors")
-    source = str(tmp_path / "a.safetensors")
-    assert "crop_pct to 1" in export(ExportOptions(model=source, format="timm")).page
-
-
 @pytest.mark.parametrize("shape", [(20, 30), (32, 32), (40, 24), (31, 64)])
 def test_small_images_as_the_note_says(tmp_path, shape):
     """timm's transform with crop_pct 1 gives our pixels of images that dino_ds leaves uncut."""
     model, image = _backbone(), _image(*shape)
     ours = model.preprocess(image)
-    export_timm(model, tmp_path / "timm")
+    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
+    page = export(ExportOptions(model=str(tmp_path / "a.safetensors"), format="timm", out=str(tmp_path / "timm"))).page
+    assert "crop_pct to 1" in page
     config = timm.data.resolve_data_config(json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"])
     transform = timm.data.create_transform(**config | {"crop_pct": 1.0})
     if min(shape) * max(shape) % 2 == 0:  # of odd borders timm cuts the other half
