@@ -36,7 +36,8 @@ def export_safetensors(model: Backbone, out: Path) -> str:
         about["image_size"] = model.image_size
     about |= model.about
     tensors = _tensors(model)
-    _write_file(out, lambda file: safetensors.torch.save_file(tensors, file, metadata={"format": "pt"}), about)
+    with _explained(out):
+        write_with_sidecar(out, lambda file: safetensors.torch.save_file(tensors, file, {"format": "pt"}), about)
     if timm is None:
         return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={model.title!r}'})"
     return f"dino_ds.load({str(out)!r}), or safetensors.torch.load_file({str(out)!r}) into a timm model"
@@ -52,7 +53,7 @@ def export_timm(model: Backbone, out: Path) -> str:
     if model.value_range is not None:
         config["value_range"] = list(model.value_range)
     with _explained(out), replacing_folder(out) as folder:
-        safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
+        safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return (
         f"timm.create_model('local-dir:{out}', pretrained=True)(images), or "
@@ -123,12 +124,6 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
     kept = [(name, tensor) for name, tensor in network.state_dict().items() if name not in network.training_only]
     # Copies: networks that use a module twice have it under two names, which a file may not share.
     return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in kept}
-
-
-def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:
-    """Write a file by `write`, and `facts` as the JSON next to it. Raises ConfigError if one can't be written."""
-    with _explained(out):
-        write_with_sidecar(out, write, facts)
 
 
 @contextlib.contextmanager
