@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> float:
     if training.classes != test.classes:
         sys.exit(f"{args.train} has the class folders {training.classes}, {args.test} has {test.classes}")
     count = len(training.classes)
-    network = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=count)
+    network: Any = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=count)
     images, size = network.pretrained_cfg, network.pretrained_cfg["input_size"][-1]
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(images["mean"], images["std"])]
     training.transform = v2.Compose([v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip(), *last])

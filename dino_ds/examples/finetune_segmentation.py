@@ -113,8 +113,8 @@ def main(argv: list[str] | None = None) -> float:
     args = parse(argv, "classes", size=0)  # of images in pixels, 0 for the teacher's
     names = args.classes.split(",")
     arguments = json.loads((args.model / "config.json").read_text())["model_args"]
-    any_size = {"dynamic_img_size": True} if "img_size" in arguments else {}
-    backbone = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=0, **any_size)
+    any_size: dict[str, Any] = {"dynamic_img_size": True} if "img_size" in arguments else {}
+    backbone: Any = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=0, **any_size)
     images = backbone.pretrained_cfg
     size = args.size or images["input_size"][-1]
     last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
