@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dino_ds.config.evaluation import BENCHMARKS, Evaluation
 from dino_ds.config.fields import Amount, Count, Listed, Positive, Seed, option
@@ -12,12 +12,24 @@ from dino_ds.options.definition import Heads, Json, Model, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
-ExportForm = Literal["safetensors", "timm"]
 
 _Source = Annotated[
     str | None,
     Field(description="as data.source of a recipe", json_schema_extra={"shown": "the run's, else folder"}),
 ]
+
+
+def _check_form(form: object) -> object:
+    if form in ("onnx", "adapters"):
+        raise ValueError(
+            "LoRA's adapters are added to the weights of every export: take safetensors or timm"
+            if form == "adapters"
+            else "for ONNX write timm, then torch.onnx.export of timm.create_model('local-dir:FOLDER', pretrained=True)"
+        )
+    return form
+
+
+ExportForm = Annotated[Literal["safetensors", "timm"], BeforeValidator(_check_form)]
 
 
 @command("eval", "dino_ds.commands.evaluate:run", "evaluate")

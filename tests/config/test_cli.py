@@ -294,6 +294,8 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
 
 def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
     monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
+    (line,) = errors("export", "x", "--format", "onnx")
+    assert line.endswith("torch.onnx.export of timm.create_model('local-dir:FOLDER', pretrained=True)")
     (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
     assert line == "--out b does not end in .safetensors, by which such a file is known: name it so"
     (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))
