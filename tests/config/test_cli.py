@@ -270,8 +270,8 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("eval a knn", "unexpected 'knn': options are written --key value"),
         ("eval a --model b", "--model is given twice: 'a' and 'b'"),
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
-        ("export a", "no format is given: --format X, one of: safetensors, timm, onnx, adapters"),
-        ("export a --format onxx", "--format: 'onxx' is not one of safetensors, timm, onnx, adapters."),
+        ("export a", "no format is given: --format X, one of: safetensors, timm"),
+        ("export a --format onxx", "--format: 'onxx' is not one of safetensors, timm."),
     ],
 )
 def test_wrong_words_stop_before_torch_is_loaded(
