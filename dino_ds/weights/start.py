@@ -270,7 +270,7 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
     timm's `first_conv` names them for its own models; this finds them in a user's class too.
     """
     try:
-        before, after = (tensor_shapes(one, image_size) for one in (spec, _with_channels(spec, channels)))
+        before, after = (tensor_shapes(kind, image_size) for kind in (spec, _with_channels(spec, channels)))
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
