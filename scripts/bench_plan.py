@@ -1,6 +1,6 @@
-"""The planner's bytes beside the resident set of real steps, each in processes of its own.
+"""The planner's bytes beside the resident set of real steps, each in a process of its own.
 
-`python -m scripts.bench_plan [--batch 4] [--ranks 2] [--precision bf16]`: three recipes at every ZeRO stage.
+`python -m scripts.bench_plan [--batch 4] [--precision bf16]`: three recipes at every ZeRO stage, on one rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from tqdm import tqdm
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
-from dino_ds.engine import distributed
 from dino_ds.engine.device import resident_mib
 from dino_ds.options.definition import Result
 from dino_ds.planning.bench.ladder import CLIPPING
 from dino_ds.planning.measure.host import describe_host, heading
-from dino_ds.planning.measure.memory import MIB, run_in_children
+from dino_ds.planning.measure.memory import MIB, run_in_child
 from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, join, resolve
 
@@ -53,18 +52,17 @@ _SMALL = {
 }
 
 
-def main(batch: int = 4, ranks: int = 2, precision: str = "fp32", as_json: bool = False) -> None:
-    """Every recipe at every ZeRO stage on 1 and on `ranks` processes. Raises ConfigError."""
+def main(batch: int = 4, precision: str = "fp32", as_json: bool = False) -> None:
+    """Measure every recipe at every ZeRO stage. Raises ConfigError."""
     join()
-    stages = STAGES if precision == "fp32" else STAGES[1:]
-    cells = [(name, stage, n) for name in RECIPES for stage in stages for n in dict.fromkeys((1, ranks))]
+    cells = [(name, stage) for name in RECIPES for stage in (STAGES if precision == "fp32" else STAGES[1:])]
     rows = []
-    for name, stage, n in tqdm(cells, unit="cell", disable=None):
-        found = measure_cell(load_recipe(name, {}), _ds_config(stage, precision), batch, n)
-        rows.append({"recipe": name, "stage": stage, "ranks": n, **found})
+    for name, stage in tqdm(cells, unit="cell", disable=None):
+        found = measure_cell(load_recipe(name, {}), _ds_config(stage, precision), batch)
+        rows.append({"recipe": name, "stage": stage, **found})
         tqdm.write(
-            f"{name}, ZeRO {stage}, {n} rank(s): {found['measured_mib']:.0f} MiB, "
-            f"predicted {found['predicted_mib']:.0f}, ratio {found['ratio']:.3f}",
+            f"{name}, ZeRO {stage}: {found['measured_mib']:.0f} MiB, predicted {found['predicted_mib']:.0f}, "
+            f"ratio {found['ratio']:.3f}",
             file=sys.stderr,
         )
     result = {
@@ -72,7 +70,7 @@ def main(batch: int = 4, ranks: int = 2, precision: str = "fp32", as_json: bool 
         "crops": "as in the recipes",
         "prototypes": 65536,
         "batch": batch,
-        "processes": " and ".join(str(n) for n in dict.fromkeys((1, ranks))),
+        "processes": 1,
         "precision": precision,
         "host": describe_host(),
         "cells": rows,
@@ -80,18 +78,19 @@ def main(batch: int = 4, ranks: int = 2, precision: str = "fp32", as_json: bool 
     Result(result, _page(result)).show(as_json)
 
 
-def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int, ranks: int) -> dict[str, float]:
-    """`measured_mib`: growth of the resident set of the largest rank up to the fullest moment of two steps;
-    `predicted_mib`. Raises ChildFailed."""
+def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int) -> dict[str, float]:
+    """`measured_mib`: growth of the resident set up to the fullest moment of two steps; `predicted_mib`.
+
+    Raises ChildFailed.
+    """
     arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "batch": batch}
     with patch.dict(os.environ, _EXACT_HEAP):
-        children = run_in_children("scripts.bench_plan:take_steps", ranks, 1, **arguments)
-    largest = max((child.value for child in children), key=lambda value: float(value["measured_mib"]))
-    return {**largest, "ratio": largest["predicted_mib"] / largest["measured_mib"]}
+        value = run_in_child("scripts.bench_plan:take_steps", 1, **arguments).value
+    return {**value, "ratio": value["predicted_mib"] / value["measured_mib"]}
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], batch: int) -> dict[str, float]:
-    """Measure on one rank of `measure_cell`."""
+    """Measure in the process of `measure_cell`."""
     full = Recipe.model_validate(recipe)
     small = build_trial(*resolve(change_recipe(full, _SMALL), ds, _NAME, 2))
     for _ in range(MEMORY_STEPS):
@@ -106,7 +105,7 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], batch: int) -> dict[s
     for _ in range(MEMORY_STEPS):
         trial.run()
     measured = resident_mib(peak=True) - before
-    memory = estimate_memory(changed, config, distributed.world_size(), on_gpu=False)
+    memory = estimate_memory(changed, config, 1, on_gpu=False)
     return {"measured_mib": measured, "predicted_mib": memory.gib * GIB / MIB, "libraries_mib": before}
 
 
@@ -120,14 +119,13 @@ def _page(result: dict[str, Any]) -> str:
         (
             row["recipe"],
             f"ZeRO {row['stage']}",
-            str(row["ranks"]),
             f"{row['measured_mib']:.0f}",
             f"{row['predicted_mib']:.0f}",
             f"{row['ratio']:.3f}",
         )
         for row in result["cells"]
     ]
-    header = (result["precision"], "", "ranks", "measured MiB", "predicted MiB", "ratio")
+    header = (result["precision"], "", "measured MiB", "predicted MiB", "ratio")
     note = (
         "resident set of one process, libraries left out (what it is after a small step); glibc returns freed memory "
         f"at once. Worst: {max(abs(row['ratio'] - 1) for row in result['cells']):.1%}"

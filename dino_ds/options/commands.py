@@ -155,19 +155,6 @@ class BenchInferenceOptions:
     json: Json = False
 
 
-@command("bench batch-size", "dino_ds.planning.bench.batch_size:run", "measure", takes_recipe=True, takes_ds=True)
-class BenchBatchSizeOptions:
-    """which micro-batches fit on the real step, and the fastest of them"""
-
-    ranks: Count | None = option(None, "processes to try with, a GPU each", shown="one per GPU")
-    memory_gib: Positive | None = option(
-        None, "largest memory: of each GPU, or on a CPU of all processes", shown="the GPU's, or 90 % of what is free"
-    )
-    steps: Count = option(3, "optimizer steps measured per size")
-    threads: Count | None = option(None, "threads of each process on a CPU", shown="its share of the cores")
-    json: Json = False
-
-
 TRAIN = COMMANDS["train"]
 
 

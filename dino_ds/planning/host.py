@@ -16,6 +16,8 @@ WORKER_BYTES = 350 * 2**20
 # Defaults of data/workers.py on a node with enough cores: loader processes of a rank, prefetched batches of each.
 _WORKERS, _PREFETCHED = 16, 3
 _FP32 = 4
+FREE_PART = 0.9
+"""Share of the host's free memory that training on a CPU may use."""
 _SAVED = "checkpoint being written"
 # Bytes per trained weight: FP32 master weight and Adam's two moments.
 _STATE = 12
@@ -56,15 +58,15 @@ def find_machine() -> Machine:
     from dino_ds.basics.host_memory import host_memory_gib
     from dino_ds.engine import distributed
     from dino_ds.engine.device import device, fp16_supported, memory_gib
-    from dino_ds.planning.measure.machine import usable_memory_gib
 
     card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
     here, libraries = distributed.local_world_size(), memory_gib()
+    total, free = host_memory_gib()
     return Machine(
         distributed.world_size(),
         here,
         # On a CPU the run itself is in host memory: what is free now, and the libraries that the ranks have loaded.
-        host_memory_gib()[0] if card else usable_memory_gib() + here * libraries,
+        total if card else FREE_PART * free + here * libraries,
         card.total_memory / 2**30 if card else None,
         bf16=card is None or card.major >= 8,
         fp16=fp16_supported(),

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.basics.digits import short
-from dino_ds.basics.ranges import PARTS
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -31,16 +30,12 @@ from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child
 from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
+from dino_ds.planning.measure.timing import Timing, time_interleaved
 from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_trial, resolve
 
-FIRST = 3
-"""Number of first steps whose losses are compared: later, Adam amplifies the different rounding of exact ones."""
 _PLAIN = PerformanceOptions(packed=False, cls_only_last_block=False, channels_last=False)
 _OF_VITS = ("packed crops", "CLS-only last block", "batched stochastic depth")
 _OF_OTHERS = ("channels-last images",)
-
-
 CLIPPING = 3.0
 
 
@@ -146,53 +141,41 @@ def use_plain_losses(network: Network) -> None:
         head.prototypes.__class__ = PlainPrototypes
 
 
-@dataclass
-class _Measured:
-    """Measurements of one ladder step. losses: one for each training step."""
-
-    memory: ChildResult
-    losses: list[float] = field(default_factory=list)
-    parts: PartTimes = field(default_factory=lambda: PartTimes(device()))
-
-
 def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
     """Measure every step that this host can run."""
     batch = begin(options.batch, options.threads, "bench ladder")
     steps = all_steps()
     skipped = {step.name: why_skipped(step, recipe) for step in steps}
-    measured, runs = dict[str, _Measured](), dict[str, Callable[[], None]]()
+    memory, runs = dict[str, ChildResult](), dict[str, Callable[[], Tensor]]()
     for step in (step for step in steps if skipped[step.name] is None):
-        measured[step.name], train = _prepare(step, recipe, batch, options)
-        runs[step.name] = measured[step.name].parts.after(options.warmup, train)
+        memory[step.name], runs[step.name] = _prepare(step, recipe, batch, options.threads)
     timings = time_interleaved(runs, options.steps, options.warmup, device())
-    rows = [{**row, "skipped": skipped[row["name"]]} for row in _rows(steps, measured, timings, batch)]
-    first = steps[0].name
-    result = about(recipe, batch) | {"ladder_steps": rows, **_together(rows)}
-    result |= {"imports_mib": measured[first].memory.imports_mib, "clock": timings[first].clock}
+    rows = _rows(steps, memory, timings, batch)
+    rows = [{**row, "skipped": skipped[row["name"]]} for row in rows]
+    exact, first = [row for row in rows if row["exact"] and not row["skipped"]], steps[0].name
+    result = about(recipe, batch) | {
+        "ladder_steps": rows,
+        "exact_total_speedup": exact[-1]["speedup_total"],
+        "exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"],
+        "imports_mib": memory[first].imports_mib,
+        "clock": timings[first].clock,
+    }
     return Result(result, _page(result))
 
 
-def _prepare(
-    step: LadderStep, recipe: Recipe, batch: int, options: BenchLadderOptions
-) -> tuple[_Measured, Callable[[], None]]:
+def _prepare(step: LadderStep, recipe: Recipe, batch: int, threads: int) -> tuple[ChildResult, Callable[[], Tensor]]:
     """Build one ladder step; peak memory is read from the GPU's allocator, or on a CPU measured in a child process."""
-    memory, peak = ChildResult(None, 0.0, 0.0), None
     if torch.cuda.is_available():
         peak = GpuPeak()
+        trial = build_ladder_step(step, recipe, batch)
+        for _ in range(MEMORY_STEPS):
+            _run(step, trial)
+        memory = ChildResult(None, peak.mib(), 0.0)
     else:
         arguments: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
-        memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", options.threads, **arguments)
-    trial = build_ladder_step(step, recipe, batch)
-    measured = _Measured(memory)
-
-    def train() -> None:
-        measured.losses.append(float(_run(step, trial)))
-
-    if peak:
-        for _ in range(MEMORY_STEPS):
-            train()
-        measured.memory = ChildResult(None, peak.mib(), 0.0)
-    return measured, train
+        memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", threads, **arguments)
+        trial = build_ladder_step(step, recipe, batch)
+    return memory, lambda: _run(step, trial)
 
 
 def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
@@ -210,72 +193,48 @@ def _run(step: LadderStep, trial: Trial) -> Tensor:
 
 
 def _rows(
-    steps: list[LadderStep], measured: dict[str, _Measured], timings: dict[str, Timing], batch: int
+    steps: list[LadderStep], memory: dict[str, ChildResult], timings: dict[str, Timing], batch: int
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     first = before = timings[steps[0].name].seconds
-    plain = measured[steps[0].name].losses[:FIRST]
     for step in steps:
         row: dict[str, Any] = {"name": step.name, "exact": step.exact}
         row |= dict.fromkeys(("images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "spread"))
-        if result := measured.get(step.name):
-            timing, spent, losses = timings[step.name], result.parts.read(), result.losses[:FIRST]
+        if timing := timings.get(step.name):
             row |= {
                 "images_per_second": batch / timing.seconds,
                 "step_seconds": timing.seconds,
                 "speedup_step": before / timing.seconds,
                 "speedup_total": first / timing.seconds,
-                "peak_memory_mib": result.memory.peak_mib,
+                "peak_memory_mib": memory[step.name].peak_mib,
                 "spread": timing.spread,
-                "parts_seconds": {part: spent.get(part, 0.0) / len(timing.all_seconds) for part in PARTS},
-                "best_images_per_second": batch / min(timing.all_seconds),
-                "first_losses": losses,
-                "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True)),
             }
             before = timing.seconds
         rows.append(row)
     return rows
 
 
-def _together(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Compare the last exact step with the first."""
-    exact = [row for row in rows if row["exact"] and not row["skipped"]]
-    first, last = exact[0], exact[-1]
-    return {
-        "exact_total_speedup": last["speedup_total"],
-        "exact_total_speedup_of_best": last["best_images_per_second"] / first["best_images_per_second"],
-        "exact_total_memory_ratio": last["peak_memory_mib"] / first["peak_memory_mib"],
-        "exact_loss_difference": max(row["loss_difference"] for row in exact),
-    }
-
-
 def _page(result: dict[str, Any]) -> str:
-    shown = [part for part in PARTS if part != "data"]
-    rows, parts = [], []
-    for row in (row for row in result["ladder_steps"] if not row["skipped"]):
-        rows.append(
-            (
-                row["name"],
-                "exact" if row["exact"] else "not exact",
-                short(row["images_per_second"]),
-                f"{row['step_seconds']:.4g}",
-                f"{100 * row['spread']:.0f} %",
-                f"{row['speedup_step']:.3f}",
-                f"{row['speedup_total']:.3f}",
-                f"{row['peak_memory_mib']:.0f}",
-            )
+    rows = [
+        (
+            row["name"],
+            "exact" if row["exact"] else "not exact",
+            short(row["images_per_second"]),
+            f"{row['step_seconds']:.4g}",
+            f"{100 * row['spread']:.0f} %",
+            f"{row['speedup_step']:.3f}",
+            f"{row['speedup_total']:.3f}",
+            f"{row['peak_memory_mib']:.0f}",
         )
-        parts.append((row["name"], *(f"{1000 * row['parts_seconds'][part]:.0f}" for part in shown)))
-    first = result["ladder_steps"][0]
-    libraries = f" (libraries take {result['imports_mib']:.0f} of them)" if result["imports_mib"] else ""
+        for row in result["ladder_steps"]
+        if not row["skipped"]
+    ]
+    libraries = f" (libraries take {result['imports_mib']:.0f} MiB of both)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
     lines = [heading("bench ladder", result), markdown_table(header, rows), ""]
     lines += [f"{row['name']} skipped: {row['skipped']}" for row in result["ladder_steps"] if row["skipped"]]
-    lines += ["", markdown_table(("ms of each part", *shown), parts), ""]
     lines.append(
         f"{clock_name(result['clock'])}, medians; exact steps: the last has {result['exact_total_speedup']:.2f} x the "
-        f"images/s of the first and {result['exact_total_memory_ratio']:.2f} x its peak memory of "
-        f"{first['peak_memory_mib']:.0f} MiB{libraries}; their first {FIRST} losses differ by at most "
-        f"{result['exact_loss_difference']:.0e} of their size"
+        f"images/s of the first and {result['exact_total_memory_ratio']:.2f} x its peak memory{libraries}"
     )
     return "\n".join(lines)

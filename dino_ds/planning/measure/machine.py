@@ -1,14 +1,10 @@
-"""Finds this machine's GPUs, and the memory that training may use."""
+"""Finds this machine's GPUs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from dino_ds.basics.host_memory import host_memory_gib
-
-_FREE_PART = 0.9
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,3 @@ def find_gpus() -> list[VisibleGpu]:
         free, total = torch.cuda.mem_get_info(number)
         gpus.append(VisibleGpu(about.name, f"{about.major}.{about.minor}", total / 2**30, free / 2**30))
     return gpus
-
-
-def usable_memory_gib() -> float:
-    """Return the host memory that training on a CPU may use: 90 % of what is free."""
-    return _FREE_PART * host_memory_gib()[1]

@@ -45,14 +45,10 @@ class Trial:
 
     def run(self) -> Tensor:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not synchronize."""
-        self.begin()
-        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
-        return torch.stack(losses).mean()
-
-    def begin(self) -> None:
-        """Prepare a step from all its micro-batches, before the first of them runs."""
         if self.step.window > 1:
             self.step.prepare([self.inputs] * self.step.window)
+        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
+        return torch.stack(losses).mean()
 
 
 def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
@@ -105,31 +101,21 @@ def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> 
 def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
     step = build_step(recipe, config, EPOCH_STEPS)
-    begin_training(step)
+    step.restore(step.state(), max(step.schedules.warmup_steps, step.schedules.freeze_steps + 1))
     return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
 
 
-def begin_training(step: TrainingStep) -> None:
-    """Set the step to one at which all weights train at the full learning rate, as in nearly all of a run."""
-    schedules = step.schedules
-    step.restore(step.state(), max(schedules.warmup_steps, schedules.freeze_steps + 1))
-
-
 def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
-    """A micro-batch of noise, different on each rank, with masks drawn as the recipe says."""
+    """A micro-batch of normal noise, different on each rank, with masks drawn as the recipe says."""
     first = distributed.rank() * images
     keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
-    return Inputs(_crops(recipe, images, device), keys, synthetic_masks(recipe, images, device))
-
-
-def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:
-    """Normal noise in the shapes of the recipe's crops: by group, (images, c, h, w) FP32."""
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     channels = recipe.model.in_chans
-    return {
+    crops = {
         group.name: [
             torch.randn(images, channels, group.size, group.size, device=device, generator=generator)
             for _ in range(group.count)
         ]
         for group in recipe.groups
     }
+    return Inputs(crops, keys, synthetic_masks(recipe, images, device))
