@@ -20,12 +20,13 @@ from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.engine.device import resident_mib
+from dino_ds.engine.process import init_distributed
 from dino_ds.options.definition import Result
 from dino_ds.planning.bench.ladder import CLIPPING
 from dino_ds.planning.measure.host import describe_host, heading
 from dino_ds.planning.measure.memory import MIB, run_in_child
 from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, join, resolve
+from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, resolve
 
 RECIPES = ("vitti16", "vits16", "vitb16")
 STAGES = (0, 1, 2, 3)
@@ -54,7 +55,7 @@ _SMALL = {
 
 def main(batch: int = 4, precision: str = "fp32", as_json: bool = False) -> None:
     """Measure every recipe at every ZeRO stage. Raises ConfigError."""
-    join()
+    init_distributed()
     cells = [(name, stage) for name in RECIPES for stage in (STAGES if precision == "fp32" else STAGES[1:])]
     rows = []
     for name, stage in tqdm(cells, unit="cell", disable=None):

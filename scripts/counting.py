@@ -1,4 +1,4 @@
-"""Counts the kernels that a rehearsed step would launch on a GPU, their traffic, and the collectives of its terms."""
+"""Counts the kernels that a rehearsed step would launch on a GPU, and their traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.rehearsal import is_made_once, tell_of_collectives
+from dino_ds.basics.rehearsal import is_made_once
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
@@ -53,12 +53,10 @@ class Counts:
 
 @dataclass
 class StepCounts:
-    """A micro-batch by part; prototypes: what heads' prototypes have of all parts; sent: (part, operation, bytes of
-    this rank) of collectives."""
+    """A micro-batch by part; prototypes: what heads' prototypes have of all parts."""
 
     parts: dict[str, Counts] = field(default_factory=dict)
     prototypes: Counts = field(default_factory=Counts)
-    sent: list[tuple[str, str, int]] = field(default_factory=list)
 
 
 def count_step(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool = True) -> StepCounts:
@@ -95,7 +93,7 @@ class _Counter(Recorder):
         for module in (part for network in (student, *teachers.values()) for part in network.modules()):
             if isinstance(module, Prototypes):
                 self._watch_prototypes(module)
-        with super().listening(student, teachers), tell_of_collectives(self._send):
+        with super().listening(student, teachers):
             yield
 
     @contextmanager
@@ -136,6 +134,3 @@ class _Counter(Recorder):
         self.counts.parts.setdefault(self._name, Counts()).add(launches, moved, flops)
         if self._in_prototypes:
             self.counts.prototypes.add(launches, moved, flops)
-
-    def _send(self, operation: str, size: int) -> None:
-        self.counts.sent.append((self._name, operation, size))

@@ -12,10 +12,11 @@ from typing import Any
 import fire
 
 from dino_ds.config.crops import describe_crops
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.planning.fit import largest_micro_batch, with_backbone
+from dino_ds.models.specs.backbones import BACKBONES as KNOWN
+from dino_ds.planning.fit import largest_micro_batch
 from dino_ds.planning.gpus import GPUS
 from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.recommend import Shape, ds_of
@@ -53,7 +54,7 @@ def sweep(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The recipe with each of BACKBONES, in 16 bits; the largest micro-batches, 0 for none."""
     cells = []
     for backbone in BACKBONES:
-        changed = with_backbone(recipe, backbone)
+        changed = _with_backbone(recipe, backbone)
         for box, limit in card_sizes().items():
             for place, (stage, offload) in PLACES.items():
                 plain, checked = (
@@ -72,6 +73,14 @@ def sweep(recipe: Recipe, world_size: int) -> dict[str, Any]:
                     }
                 )
     return {"gpus": world_size, "crops": describe_crops(recipe.groups), "cells": cells}
+
+
+def _with_backbone(recipe: Recipe, backbone: str) -> Recipe:
+    """`recipe` with this backbone, and crop sizes rounded to multiples of its patch: 96 pixels become 98 for 14."""
+    patch = KNOWN[backbone].stride if backbone in KNOWN else 1
+    crops = {"global_size": recipe.crops.global_size, "local_size": recipe.crops.local_size}
+    sizes = {f"crops.{name}": str(max(1, round(size / patch)) * patch) for name, size in crops.items()}
+    return change_recipe(recipe, {"model.backbone": backbone, **sizes})
 
 
 def sweep_page(result: dict[str, Any]) -> str:

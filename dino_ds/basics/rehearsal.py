@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 _devices: list[str] = []
-_observers: list[Callable[[str, int], None]] = []
 _making_once: list[None] = []
 
 
@@ -31,16 +30,6 @@ def rehearsal(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def tell_of_collectives(observer: Callable[[str, int], None]) -> Iterator[None]:
-    """Call `observer(operation, bytes of this rank)` for each collective that the rehearsed step would call."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-@contextmanager
 def making_once() -> Iterator[None]:
     """A context for work that only the first step does, as later steps reuse its results."""
     _making_once.append(None)
@@ -53,9 +42,3 @@ def making_once() -> Iterator[None]:
 def is_made_once() -> bool:
     """Whether the code runs inside `making_once`: the cost of a step does not include it."""
     return bool(_making_once)
-
-
-def note_collective(operation: str, size: int) -> None:
-    """Tell observers of a collective that a real step would call here, with `size` bytes."""
-    for observer in _observers:
-        observer(operation, size)

@@ -251,6 +251,10 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 
 
+MAX_WORKERS = 16
+"""Most loader processes of a rank, unless data.workers says otherwise."""
+PREFETCHED_BATCHES = 3
+"""Per loader process; three cover one slow image without holding much memory."""
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
 HDF5 = (".h5", ".hdf5", ".he5")
 ARCHIVES = {

@@ -134,7 +134,7 @@ def state_bytes(
     elements = trained if config.precision == "fp32" and config.stage < 3 else total
     student = element_bytes(config) * elements // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
-        least = persistent_below(config)
+        least = _persistent_below(config)
         student += element_bytes(config) * sum(n for n in sizes.values() if n <= least)
     masters = 4 * trained if config.stage else 0
     zero = config.raw["zero_optimization"]
@@ -186,7 +186,7 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
     if config.stage < 3 or (world_size == 1 and not offloads_weights(zero)):
         return 0
     live = zero.get("stage3_max_live_parameters", _MAX_LIVE)
-    least = persistent_below(config)
+    least = _persistent_below(config)
     sharded = sum(n for n in sizes.values() if n > least)
     return element_bytes(config) * min(sharded, live)
 
@@ -208,7 +208,7 @@ def _gradient_element(config: DsConfig) -> int:
     return _FP32 if wide else element_bytes(config)
 
 
-def persistent_below(config: DsConfig) -> int:
+def _persistent_below(config: DsConfig) -> int:
     """ZeRO 3: parameters of this many elements or fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))

@@ -19,13 +19,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from dino_ds.basics.ports import shorten_socket_names
+from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
 from dino_ds.data.base import Source
 from dino_ds.engine.distributed import local_world_size, usable_cores
 from dino_ds.errors import STOP_SIGNALS, DataError
 
-_MAX_WORKERS = 16
-_PREFETCHED_BATCHES = 3
-"""Per worker; three cover one slow image without holding much memory."""
 _SHARED_MEMORY = "/dev/shm"
 _REPORT_SECONDS = 5
 """Time within which the exit of a process is known after its pipe broke."""
@@ -41,7 +39,7 @@ def automatic_workers(ranks: int | None = None) -> int:
 
     The default is the number of ranks that run on this node.
     """
-    return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, _MAX_WORKERS))
+    return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, MAX_WORKERS))
 
 
 def worker_options(workers: int | None) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def worker_options(workers: int | None) -> dict[str, Any]:
     workers = automatic_workers() if workers is None else workers
     return {
         "num_workers": workers,
-        "prefetch_factor": _PREFETCHED_BATCHES if workers else None,
+        "prefetch_factor": PREFETCHED_BATCHES if workers else None,
         "worker_init_fn": _start_worker if workers else None,
         "multiprocessing_context": _process_context() if workers else None,
         "pin_memory": torch.cuda.is_available(),
@@ -64,7 +62,7 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
     if workers == 0 or not os.path.isdir(_SHARED_MEMORY):
         return
     # The batches that wait for the training process, and the one that it is reading.
-    needed = (workers * _PREFETCHED_BATCHES + 1) * batch_bytes * local_world_size()
+    needed = (workers * PREFETCHED_BATCHES + 1) * batch_bytes * local_world_size()
     room = os.statvfs(_SHARED_MEMORY)
     free = room.f_bavail * room.f_frsize
     if needed > free:

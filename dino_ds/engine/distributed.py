@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dino_ds.basics.rehearsal import note_collective, rehearsing
+from dino_ds.basics.rehearsal import rehearsing
 from dino_ds.errors import ConfigError, UserError
 
 _thread = threading.local()
@@ -69,7 +69,6 @@ def usable_cores() -> list[int]:
 
 def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum element-wise over all ranks, in place; every rank must call this."""
-    note_collective("all-reduce", values.nbytes)
     if world_size() > 1:
         dist.all_reduce(values)
     return values
@@ -77,7 +76,6 @@ def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
 
 def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
     """Take the element-wise maximum over all ranks, in place; every rank must call this."""
-    note_collective("all-reduce", values.nbytes)
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
@@ -92,7 +90,6 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
         ctx.rows = rows.shape[1]
-        note_collective("all-gather", rows.nbytes)
         if world_size() == 1:
             return rows.clone()
         each = [torch.empty_like(rows) for _ in range(world_size())]
@@ -102,7 +99,6 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
-        note_collective("all-reduce of gathered", grad_outputs[0].nbytes)
         total = grad_outputs[0].contiguous()
         if world_size() > 1:
             dist.all_reduce(total)

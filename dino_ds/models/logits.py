@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds.basics.rehearsal import device_kind
+from dino_ds.basics.rehearsal import device_kind, rehearsing
 
 # Bytes of the logits in one tile; "fused": on a GPU by functions that need no further scratch.
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 256 * 2**20}
@@ -43,7 +43,8 @@ class Logits(NamedTuple):
         """Compute `rows` (r, c) @ weight.T, without scale, in the first rows of `scratch`, and return these."""
         out = scratch[: len(rows)]
         with torch.autocast(rows.device.type, enabled=False), tf32(self.low):
-            block = _CPU_BLOCK if device_kind(rows.device.type) == "cpu" else len(self.weight)
+            # A rehearsal counts the same whole: with a million prototypes it would take minutes in blocks.
+            block = _CPU_BLOCK if rows.device.type == "cpu" and not rehearsing() else len(self.weight)
             for start in range(0, len(self.weight), block):
                 torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
         return out

@@ -48,10 +48,7 @@ class AdviseOptions:
 
     root: str | None = option(None, f"as data.root: {IMAGE_FORMS}", bare=True)
     source: str = option("folder", "as data.source of a recipe")
-    gpu: str | None = option(None, "kind of GPU, such as rtx4090-24g (see plan)", shown="this machine's")
-    gpus: Count | None = option(None, "GPUs of a node", shown="this machine's, or 1 of --gpu")
-    nodes: Count = option(1, "nodes")
-    memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
+    gpus: Count | None = option(None, "GPUs in all, of any kind", shown="this machine's")
     sample: Count = option(500, "images that are looked at, drawn at random, within 3 s")
     json: Json = False
 
@@ -96,7 +93,6 @@ class DoctorOptions:
 class PlanOptions:
     """whether a model fits on given GPUs, by part, and the ds config to take; needs no GPU"""
 
-    backbone: str | None = option(None, "as --model.backbone, with crops that fit it", shown="the recipe's")
     gpu: str | None = option(None, "kind of GPU, such as a100-40g (an unknown one lists them all)")
     gpus: Count = option(1, "GPUs of a node")
     nodes: Count = option(1, "nodes")

@@ -9,7 +9,6 @@ from typing import Any
 
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_values import DsConfig
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB
 from dino_ds.costs.settings import not_counted
@@ -20,8 +19,8 @@ from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.trained import ALL
 from dino_ds.options.commands import PlanOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.fit import FRAGMENTATION, Fit, fit, largest_micro_batch, micro_batches, with_backbone
-from dino_ds.planning.gpus import REACHED, Cluster, describe_hours, hours, named_gpu
+from dino_ds.planning.fit import FRAGMENTATION, Fit, fit, largest_micro_batch, micro_batches
+from dino_ds.planning.gpus import Cluster, describe_hours, named_gpu
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
 from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_ds
@@ -43,30 +42,19 @@ def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
     if options.write:
         check_new(Path(options.write))
-    recipe = with_backbone(recipe, options.backbone)
-    is_stage_alone = recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set
     cluster = Cluster(named_gpu(options.gpu, options.memory_gib), options.gpus, options.nodes)
-    recipe, warnings = _divisible(recipe, cluster.world_size)
-    if is_stage_alone:
-        warnings.append(
-            f"a stage alone: planned with {recipe.model.backbone}; --config RECIPE,STAGE takes its backbone"
-        )
+    batch, ranks = recipe.data.global_batch, cluster.world_size
+    if batch % ranks:
+        nearest = max(1, round(batch / ranks)) * ranks
+        raise ConfigError(f"global batch {batch} is not a multiple of {ranks} GPUs: add --data.global_batch {nearest}")
     result = _recommended(recipe, cluster) if ds is None or ds_path is None else _given(recipe, ds, ds_path, cluster)
-    result["warnings"] = warnings + result["warnings"]
+    if recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set:
+        line = f"a stage alone: planned with {recipe.model.backbone}; --config RECIPE,STAGE takes its backbone"
+        result["warnings"].append(line)
     if options.write:
         write_ds(result["ds_config"], Path(options.write))
     result["written"] = options.write
     return result
-
-
-def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
-    batch = recipe.data.global_batch
-    if batch % world_size == 0:
-        return recipe, []
-    below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
-    nearest = below if below and batch - below <= above - batch else above
-    line = f"global batch {batch} is not a multiple of {world_size} GPUs: planned with --data.global_batch {nearest}"
-    return change_recipe(recipe, {"data.global_batch": str(nearest)}), [line]
 
 
 def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
@@ -93,10 +81,8 @@ def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> d
 
 def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[str, Any]) -> str:
     """Answer in one line: it fits, it fits with a change, or it does not fit."""
-    needs, largest = (
-        f"{as_given.memory.gib:.1f} of {as_given.limit_gib:g} GiB",
-        result["max_micro_batch_of_global_batch"],
-    )
+    needs = f"{as_given.memory.gib:.1f} of {as_given.limit_gib:g} GiB"
+    largest = result["max_micro_batch_of_global_batch"]
     if as_given.fits:
         return f"fits: {needs}; largest micro-batch that fits {result['max_micro_batch']}"
     if largest:
@@ -141,9 +127,8 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
         "max_micro_batch": largest,
         "max_micro_batch_of_global_batch": max((n for n in micro_batches(batch, world) if n <= largest), default=0),
         "flops_per_gpu": flops,
-        "hours": hours(cluster.gpu, flops * steps),
         "time": describe_hours(cluster.gpu, flops * steps, work),
-        "assumptions": {"fragmentation": FRAGMENTATION, "share_of_peak": REACHED},
+        "assumptions": {"fragmentation": FRAGMENTATION},
         "ds_config": dict(ds),
         "ds_path": path,
         "notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)],

@@ -8,11 +8,9 @@ from typing import Any
 
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.models.specs.backbones import BACKBONES
 
 # Assumed, not measured: device memory of the driver and the libraries' kernels, NCCL's channels with several ranks,
 # and what the allocator loses to fragmentation, as a part of the tensors' size.
@@ -104,14 +102,3 @@ def with_margins(memory: Memory, world_size: int) -> Memory:
         "CUDA context and NCCL": CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),
     }
     return Memory(memory.moment, memory.parts | margins)
-
-
-def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:
-    """Return `recipe` with this backbone, and with crop sizes rounded to multiples of its patch: 96 pixels become 98
-    for patches of 14, as in DINOv2. Raises ConfigError."""
-    if backbone is None:
-        return recipe
-    patch = BACKBONES[backbone].stride if backbone in BACKBONES else 1
-    crops = {"global_size": recipe.crops.global_size, "local_size": recipe.crops.local_size}
-    sizes = {f"crops.{name}": str(max(1, round(size / patch)) * patch) for name, size in crops.items()}
-    return change_recipe(recipe, {"model.backbone": backbone, **sizes})

@@ -74,19 +74,15 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a card of the table by name; its memory may be left out if the model is enough. Raises ConfigError with
-    the nearest names."""
-    if name in GPUS:
-        return GPUS[name]
+    """Find a card of the table by name, or by a part of it that one card has. Raises ConfigError."""
     word = re.sub(r"[^a-z0-9]", "", name.lower())
     near = [card for card in GPUS if len(word) > 1 and word in card.replace("-", "")]
-    models = {card: card.partition("-")[0] for card in near}
-    same = [card for card, model in models.items() if word in (model, model.removeprefix("rtx"), card.replace("-", ""))]
-    if len(same) == 1:
-        return GPUS[same[0]]
-    hint = suggestion((same or near)[:3]) if near else did_you_mean(name, GPUS)
-    known = f"there is {', '.join(GPUS)}, or give --memory_gib"
-    raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{hint}")
+    if name in GPUS or len(near) == 1:
+        return GPUS[name if name in GPUS else near[0]]
+    hint = suggestion(near[:3]) if near else did_you_mean(name, GPUS)
+    raise ConfigError(
+        f"--gpu {name}: this card is not in the table: there is {', '.join(GPUS)}, or give --memory_gib.{hint}"
+    )
 
 
 def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
@@ -102,21 +98,13 @@ def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
     return Gpu("a GPU", memory_gib)
 
 
-def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
-    """Return the fewest and the most hours that a card needs for `flops`, by `REACHED`; None if its peak is unknown."""
-    if gpu.tflops is None:
-        return None
-    least, most = (flops / (part * gpu.tflops * 1e12) / 3600 for part in reversed(REACHED))
-    return least, most
-
-
 def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
     """Describe in a sentence the hours of `work`, which takes `flops` on each card."""
-    span = hours(gpu, flops)
-    if span is None:
+    if gpu.tflops is None:
         return f"{work}: {short(flops / 1e15)} PFLOP on each GPU, whose peak is not known here"
-    low, high = (f"{100 * part:.0f}" for part in REACHED)
+    least, most = (short(flops / (share * gpu.tflops * 1e12) / 3600) for share in reversed(REACHED))
+    low, high = (f"{100 * share:.0f}" for share in REACHED)
     return (
-        f"{work}: {short(span[0])} to {short(span[1])} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to "
-        f"{low} % of the peak of {gpu.name}; not measured"
+        f"{work}: {least} to {most} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to {low} % of the peak of "
+        f"{gpu.name}; not measured"
     )

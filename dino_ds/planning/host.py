@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
+from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, element_bytes
 from dino_ds.costs.step_costs import count_parameters, student_facts
@@ -13,8 +14,6 @@ from dino_ds.method.specs.of_recipe import teachers_of
 # Assumed memory of a training process with its CUDA libraries, and of a loader process without what others share.
 PROCESS_BYTES = 3 * GIB
 WORKER_BYTES = 350 * 2**20
-# Defaults of data/workers.py on a node with enough cores: loader processes of a rank, prefetched batches of each.
-_WORKERS, _PREFETCHED = 16, 3
 _FP32 = 4
 FREE_PART = 0.9
 """Share of the host's free memory that training on a CPU may use."""
@@ -90,11 +89,11 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
     zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
     trained = sum(student_facts(recipe).trained.values())
     here, learning = (count * gpus // world_size if config.stage else count for count in (weights, trained))
-    workers = _WORKERS if recipe.data.workers is None else recipe.data.workers
+    workers = MAX_WORKERS if recipe.data.workers is None else recipe.data.workers
     parts = {
         "processes": PROCESS_BYTES * gpus,
         "loader processes": WORKER_BYTES * workers * gpus,
-        "loaded batches": (workers * _PREFETCHED + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
+        "loaded batches": (workers * PREFETCHED_BATCHES + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
         # FP32 gradients are there too.
         "offloaded optimizer": (_STATE + _FP32) * learning if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,

@@ -57,20 +57,18 @@ class Noise:
 def test_fifty_thousand_photographs_on_one_card_are_a_page_whose_command_a_shell_reads(tmp_path, capsys):
     lines = [str(file) for file in sorted(_photographs(tmp_path, 20, 300).rglob("*.png"))]
     (tmp_path / "list.txt").write_text("\n".join(lines * 2500))
-    found = _advise(capsys, str(tmp_path / "list.txt"), "--gpu", "rtx4090-24g")
-    assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3}
+    found = _advise(capsys, str(tmp_path / "list.txt"), "--gpus", "1")
+    assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3, "gpus": 1}
     start = f"--config continue --data.root {tmp_path}/list.txt --model.init_from vit_small_patch16_224.dino"
     assert found["command"] == f"dino-ds train {start}" and _accepted(found["command"]).data.global_batch == 256
-    nodes = ("--memory_gib", "79", "--nodes", "2", "--gpus", "4")
-    assert _advise(capsys, str(tmp_path / "list.txt"), *nodes)["command"].startswith("dino-ds launch --hostfile HOSTS")
-    many = _advise(capsys, str(tmp_path / "list.txt"), "--gpu", "a100-80g", "--gpus", "8")
+    many = _advise(capsys, str(tmp_path / "list.txt"), "--gpus", "8")
     assert "launch --ranks 8 --" in many["command"] and _accepted(many["command"]).data.global_batch % 8 == 0
     (tmp_path / "list.txt").write_text("\n".join(lines * 15))
-    main(["advise", str(tmp_path / "list.txt"), "--gpu", "rtx4090-24g", "--sample", "20"])
+    main(["advise", str(tmp_path / "list.txt"), "--gpus", "1", "--sample", "20"])
     page, said = capsys.readouterr()
     assert len(page.splitlines()) < 60
     assert all(len(line) <= 120 or line.strip().startswith("dino-ds ") for line in page.splitlines())
-    assert "300 images are few" in page and "rule of thumb" in page and "looking at 20 of 300 images" in said
+    assert "rule of thumb" in page and "looking at 20 of 300 images" in said
     start = page.index("dino-ds train")
     _accepted(page[start : page.index("\n", start)])
 
@@ -78,11 +76,11 @@ def test_fifty_thousand_photographs_on_one_card_are_a_page_whose_command_a_shell
 def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monkeypatch, capsys):
     (tmp_path / "advised_noise.py").write_text(NOISE)
     monkeypatch.chdir(tmp_path)
-    found = _advise(capsys, "--source", "advised_noise:Noise", "--root", "4000_120_6", "--gpu", "t4-16g")
+    found = _advise(capsys, "--source", "advised_noise:Noise", "--root", "4000_120_6", "--gpus", "1")
     recipe = _accepted(found["command"])
     assert recipe.model.in_chans == 6 and recipe.model.init_from is None and recipe.crops.global_size == 112
     assert any("look-data --data.source advised_noise:Noise" in note for note in found["notes"])
-    found = _advise(capsys, "--source", "photos", "--gpu", "t4-16g")
+    found = _advise(capsys, "--source", "photos", "--gpus", "1")
     recipe = _accepted(found["command"])
     assert recipe.data.source == "photos" and recipe.model.init_from is None and recipe.crops.augment == "low_res"
 
@@ -91,7 +89,7 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     place = tmp_path / "my images"
     _photographs(place / "train")
     image_folder(place / "val", 4, classes=2)
-    found = _advise(capsys, str(place / "train"), "--gpu", "t4-16g")
+    found = _advise(capsys, str(place / "train"), "--gpus", "1")
     assert _accepted(found["command"]).eval.root == str(place / "val") and found["found"]["classes"] == 2
     with pytest.raises(SystemExit) as stopped:
         main(["advise", str(place)])
@@ -154,8 +152,7 @@ def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
         (["{seven}"], "take released features, dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root"),
         (["{six}"], "7 images are too few to learn from (LightlyTrain recommends several thousand): released weights"),
         (["{broken}"], "none of the 20 images looked at can be read"),
-        (["{seven}", "--gpu", "409"], "Did you mean rtx4090-24g?"),
-        (["{seven}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
+        (["{seven}", "--gpu", "rtx4090"], "only the number of GPUs decides, --gpus N"),
         (["--data.root", "{seven}"], "write --root"),
         (["{seven}", "--workers", "3"], "--workers: unknown option: leave it out"),
     ],

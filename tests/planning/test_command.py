@@ -38,8 +38,7 @@ def test_one_json_object_with_all_that_was_asked(capsys):
     assert {"student", "teacher", "activations", "masters and moments"} <= found["bytes_per_gpu"].keys()
     assert found["micro_batch"] * found["accumulation"] * 16 == found["global_batch"] == 1024
     assert found["activation_bytes"]["with_checkpointing"] < found["activation_bytes"]["without_checkpointing"]
-    least, most = found["hours"]
-    assert most == pytest.approx(5 / 3 * least) and "not measured" in found["time"]
+    assert "not measured" in found["time"]
 
 
 def test_the_written_config_is_the_planned_one(capsys, tmp_path):
@@ -67,18 +66,6 @@ def test_a_config_that_does_not_fit_says_what_would(memory_gib, verdict, invente
     assert _plan(capsys, *given)["verdict"].startswith(verdict)
 
 
-def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
-    found = _plan(capsys, "--gpu", "v100-32g", "--gpus", "8", "--nodes", "3", "--model.depth", "1")
-    assert found["global_batch"] == 504
-    assert "512 is not a multiple of 24 GPUs" in found["warnings"][0]
-
-
-def test_crops_follow_the_patches_of_a_named_backbone(capsys):
-    found = _plan(capsys, "--memory_gib", "80", "--backbone", "vit_giant_patch14_dinov2", "--model.depth", "1")
-    assert found["crops"] == "2x224 + 8x98"
-    assert found["hours"] is None and "images/s" not in str(found)
-
-
 @pytest.mark.parametrize(
     ("gpu", "config", "words"),
     [("a100-80g", "zero2_fp16", "these GPUs have bf16"), ("t4-16g", "zero2_bf16", "has no bf16 units")],
@@ -94,7 +81,8 @@ def test_a_precision_that_is_not_the_card_s_is_named(gpu, config, words, invente
         ([], "no GPU is given: --gpu NAME"),
         (["--gpu", "a100"], "Did you mean a100-40g"),
         (["--gpu", "a100-80g", "--network_gbit", "400"], "no time is predicted"),
-        (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "'vit_gigant' is neither timm's"),
+        (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "write --model.backbone vit_gigant; patches of 14"),
+        (["--gpu", "t4-16g", "--gpus", "24"], "512 is not a multiple of 24 GPUs: add --data.global_batch 504"),
         (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
         (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml exists"),
         (["--gpu", "t4-16g", "--write", "nowhere/x.json"], "folder is missing"),

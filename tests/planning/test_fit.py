@@ -12,7 +12,7 @@ from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import accumulation_notes
 from dino_ds.planning.fit import fit, fit_with, largest_micro_batch, micro_batches
-from dino_ds.planning.gpus import GPUS, Cluster, Gpu, describe_hours, find_gpu, hours
+from dino_ds.planning.gpus import GPUS, Cluster, Gpu, describe_hours, find_gpu
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
 from dino_ds.planning.recommend import SHAPES, ds_of, recommend, write_ds
 
@@ -116,8 +116,7 @@ def test_a_node_holds_what_is_offloaded_and_saved():
 @pytest.mark.parametrize(
     ("name", "card"),
     [
-        *((word, "rtx4090-24g") for word in ("rtx4090", "4090", "RTX 4090", "rtx_4090", "rtx4090 24g")),
-        ("a10", "a10-24g"),
+        *((word, "rtx4090-24g") for word in ("4090", "RTX 4090", "rtx4090_24g")),
         ("H100", "h100-80g"),
     ],
 )
@@ -142,9 +141,8 @@ def test_a_name_of_several_cards_or_none_is_refused_with_the_nearest(name, hint)
 
 def test_hours_are_flops_over_a_part_of_the_peak():
     """30 to 50 % of 312 TFLOP/s; nothing is claimed of a card whose peak is not known."""
-    assert hours(GPUS["a100-80g"], 0.5 * 312e12 * 3600) == pytest.approx((1, 5 / 3))
     assert describe_hours(GPUS["a100-80g"], 0.5 * 312e12 * 3600, "length 3 steps") == (
         "length 3 steps: 1 to 1.67 hours, 562 PFLOP on each GPU at 50 to 30 % of the peak of a100-80g; not measured"
     )
     unknown = Gpu("a GPU", 20.0)
-    assert hours(unknown, 1e15) is None and "not known" in describe_hours(unknown, 1e15, "x")
+    assert "not known" in describe_hours(unknown, 1e15, "x")

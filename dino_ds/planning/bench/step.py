@@ -17,7 +17,7 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
-from dino_ds.costs.step_costs import mean_flops, model_flops
+from dino_ds.costs.step_costs import model_flops
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
@@ -157,7 +157,6 @@ def _summary(
     predicted = estimate_memory(recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
     flops = sum(model_flops(recipe).values())
-    executed = sum(mean_flops(recipe, config, cuda).values()) / config.micro_batch
     tflops = flops * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
     shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}
@@ -172,8 +171,6 @@ def _summary(
         "tflops": tflops,
         "matmul_tflops": peak,
         "mfu": tflops / peak,
-        "executed_gflop_per_image": executed / 1e9,
-        "executed_mfu": tflops / peak * executed / flops,
         "parts": {**shares, "other": 1 - sum(shares.values())},
         "peak_memory_mib": memory_gib() * 1024,
         "predicted_memory_mib": predicted.gib * 1024,
@@ -190,7 +187,6 @@ def _page(result: dict[str, Any]) -> str:
         "TFLOP/s": [short(s["tflops"]) for s in settings],
         "matmul peak, TFLOP/s": [short(s["matmul_tflops"]) for s in settings],
         "MFU": [f"{100 * s['mfu']:.1f} %" for s in settings],
-        "MFU of executed FLOPs": [f"{100 * s['executed_mfu']:.1f} %" for s in settings],
         "peak memory, MiB": [f"{s['peak_memory_mib']:.0f}" for s in settings],
         "predicted, MiB": [f"{s['predicted_memory_mib']:.0f}" for s in settings],
     }

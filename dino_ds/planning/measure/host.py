@@ -15,7 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.method.specs.of_recipe import heads_of
-from dino_ds.planning.measure.timing import clock_of, now_by, synchronize
+from dino_ds.planning.measure.timing import time_interleaved
 from dino_ds.run.environment import versions
 
 _SIDES = {"cpu": 2048, "cuda": 8192}
@@ -74,15 +74,8 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) ->
     """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
     side = _SIDES.get(device.type, _SIDES["cuda"])
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    now = now_by(clock_of(device))
-    times = []
-    for _ in range(repeats + 2):
-        synchronize(device)
-        begin = now()
-        torch.mm(a, b)
-        synchronize(device)
-        times.append(now() - begin)
-    return 2 * side**3 / min(times[2:]) / 1e12
+    timing = time_interleaved({"product": lambda: torch.mm(a, b)}, repeats, 2, device)["product"]
+    return 2 * side**3 / min(timing.all_seconds) / 1e12
 
 
 def _cpu_model() -> str:

@@ -73,17 +73,11 @@ def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
 
 def begin(batch: int | None, threads: int, one_process: str = "") -> int:
     """Join the process group and return the images per process. `one_process` names a command for one process."""
-    join(threads)
+    init_distributed()
+    torch.set_num_threads(threads)
     if one_process and distributed.world_size() > 1:
         raise ConfigError(f"{one_process} measures in one process: start it without deepspeed or torchrun")
     return batch or (64 if torch.cuda.is_available() else 8)
-
-
-def join(threads: int | None = None) -> None:
-    """Join the process group; `threads` for the operators of the CPU (None: as `init_distributed` decides)."""
-    init_distributed()
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> tuple[Recipe, DsConfig]:

@@ -26,7 +26,6 @@ from dino_ds.planning.measure.host import about, heading
 from dino_ds.planning.measure.memory import ChildResult
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
-from scripts import gpu_counts
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.weights.test_weights import _backbone
 
@@ -75,7 +74,6 @@ def test_step(capsys, no_children):
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
-    assert 0.5 * setting["mfu"] < setting["executed_mfu"] < setting["mfu"]
     assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
     assert result["host"]["versions"]["torch"] and "ratio" not in result
 
@@ -178,10 +176,6 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
         else:
             named = {word.partition("=")[0].lstrip("-") for word in rest if word.startswith("--")}
             assert named <= set(inspect.signature(importlib.import_module(module).main).parameters), rest
-
-
-def test_scripts_for_gpus_take_their_options():
-    assert {"config", "images", "json"} <= set(inspect.signature(gpu_counts.main).parameters)
 
 
 @pytest.fixture
