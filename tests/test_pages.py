@@ -25,7 +25,7 @@ LEAVES = "train --config quickstart --run_dir runs/quickstart"
 PAGES = {
     "README.md": 4,
     "docs/quickstart.md": 4,
-    "docs/your-data.md": 0,
+    "docs/your-data.md": 1,
     "docs/small-data.md": 1,
     "docs/features.md": 7,
     "docs/evaluations.md": 1,

@@ -65,7 +65,7 @@ def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
         f"recommended: {best.shape}, {config.precision}, micro-batch {config.micro_batch}: {best.fit.memory.gib:.1f} "
         f"of {best.fit.limit_gib:g} GiB; largest micro-batch that fits {result['max_micro_batch']}"
     )
-    return result | {"verdict": verdict, "refused": best.refused, "warnings": []}
+    return result | {"verdict": verdict, "warnings": []}
 
 
 def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> d
         warnings.append("fp16 needs a loss scale and skips steps: these GPUs have bf16, which needs neither")
     if ds.get("bf16", {}).get("enabled") and not cluster.gpu.bf16:
         warnings.append(f"{cluster.gpu.name} has no bf16 units: use fp16")
-    return result | {"verdict": _verdict(recipe, cluster, as_given, result), "refused": [], "warnings": warnings}
+    return result | {"verdict": _verdict(recipe, cluster, as_given, result), "warnings": warnings}
 
 
 def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[str, Any]) -> str:
@@ -173,8 +173,6 @@ def page(result: Mapping[str, Any]) -> str:
         *[f"warning: {line}" for line in result["warnings"]],
         *[f"note: {line}" for line in result["notes"]],
     ]
-    if result["refused"]:
-        lines += ["", "Simpler, if there were memory, and why not:", *[f"- {r}" for r in result["refused"]]]
     if result["written"]:
         lines.append(f"written: {result['written']}")
     return "\n".join(lines)

@@ -56,106 +56,6 @@ SHAPES = [
 """In the order in which they are tried. Stage 1 takes the whole batch at once: it would accumulate in low precision."""
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """A ds JSON, its `fit`, and in `refused` the reason against each shape that was tried before."""
-
-    ds: dict[str, Any]
-    shape: Shape
-    fit: Fit
-    refused: list[str]
-
-
-def recommend(
-    recipe: Recipe,
-    cluster: Cluster,
-    limit_gib: float,
-    shapes: Sequence[Shape] = SHAPES,
-    make_ds: Callable[[Shape, bool], dict[str, Any]] | None = None,
-) -> Recommendation:
-    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits.
-
-    make_ds: (shape, whether the GPUs have bf16) -> ds JSON; None: `ds_of`.
-    """
-    # An offloaded optimizer clips by one norm, and steps on the host, where LARS and Muon can't communicate.
-    remedies = ["optimizer.clip_by network"] if recipe.optimizer.clip_by == "part" else []
-    remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in MEETING else []
-    allowed = [shape for shape in shapes if not (shape.offload and remedies)]
-    search, refused = _Search(recipe, cluster, limit_gib, make_ds or ds_of), dict[Shape, str]()
-    for shape in allowed:
-        fit = search.largest(shape)
-        recomputed = dataclasses.replace(shape, checkpointing=True)
-        if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, search.sizes[0]):
-            other = search.largest(recomputed)
-            if other and other.config.micro_batch > fit.config.micro_batch:
-                refused[shape] = f"{shape}: micro-batch {fit.config.micro_batch} at most"
-                shape, fit = recomputed, other
-        if fit:
-            ds = with_batch(search.ds(shape), fit.config.micro_batch, "auto")
-            return Recommendation(ds, shape, fit, list(refused.values()))
-        refused[shape] = search.reason(shape)
-    least = min((search.at(shape, 1).memory.gib, str(shape)) for shape in allowed)
-    offload = "" if len(allowed) == len(shapes) else f", or {' and '.join(remedies)}, which allows offloading"
-    raise ConfigError(
-        f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
-        f"Take more GPUs, larger ones or a smaller model{offload}"
-    )
-
-
-@dataclass(frozen=True)
-class _Search:
-    recipe: Recipe
-    cluster: Cluster
-    limit_gib: float
-    make_ds: Callable[[Shape, bool], dict[str, Any]]
-
-    @property
-    def sizes(self) -> list[int]:
-        return micro_batches(self.recipe.data.global_batch, self.cluster.world_size)
-
-    def ds(self, shape: Shape) -> dict[str, Any]:
-        return self.make_ds(shape, self.cluster.gpu.bf16)
-
-    def at(self, shape: Shape, micro_batch: int) -> Fit:
-        return fit_with(self.recipe, self.ds(shape), RECOMMENDED, self.cluster.world_size, self.limit_gib, micro_batch)
-
-    def largest(self, shape: Shape) -> Fit | None:
-        """The fit of the largest micro-batch that fits, or None: found by linear estimates, then rehearsed."""
-        for size in self.sizes[: 1 if shape.stage == 1 else None]:
-            if (fit := self.at(shape, size)).fits:
-                fit = rehearsed(fit, self.recipe, self.cluster.world_size)
-                if fit.fits:
-                    return fit
-        return None
-
-    def reason(self, shape: Shape) -> str:
-        """Why a shape before the chosen one is not taken."""
-        size = self.sizes[0] if shape.stage == 1 else 1
-        needed = f"needs {self.at(shape, size).memory.gib:.1f} GiB of {self.limit_gib:g}"
-        if shape.stage == 1:
-            return (
-                f"{shape}: the whole batch of {size} at once {needed}, and in parts it would be accumulated in low "
-                "precision"
-            )
-        return f"{shape}: {needed} with 1 image"
-
-
-def check_new(path: Path) -> None:
-    """Raises ConfigError where no new file can be written."""
-    if path.exists():
-        raise ConfigError(f"--write {path} exists: name a new file")
-    if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
-        raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
-
-
-def write_ds(ds: Mapping[str, Any], path: Path) -> None:
-    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
-    check_new(path)
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
-        load_ds_config(str(temporary), {})
-
-
 def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
     """A ds JSON without batch sizes, as those in ds_configs/."""
     zero: dict[str, Any] = {"stage": shape.stage, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
@@ -181,3 +81,72 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
     if shape.checkpointing:
         ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
     return change_ds_config(ds, RECOMMENDED, {})
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A ds JSON, its shape, and its `fit`."""
+
+    ds: dict[str, Any]
+    shape: Shape
+    fit: Fit
+
+
+def recommend(
+    recipe: Recipe,
+    cluster: Cluster,
+    limit_gib: float,
+    shapes: Sequence[Shape] = SHAPES,
+    make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
+) -> Recommendation:
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits.
+
+    make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
+    """
+    # An offloaded optimizer clips by one norm, and steps on the host, where LARS and Muon can't communicate.
+    remedies = ["optimizer.clip_by network"] if recipe.optimizer.clip_by == "part" else []
+    remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in MEETING else []
+    allowed = [shape for shape in shapes if not (shape.offload and remedies)]
+    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
+
+    def estimated(shape: Shape, size: int) -> Fit:
+        return fit_with(recipe, make_ds(shape, cluster.gpu.bf16), RECOMMENDED, cluster.world_size, limit_gib, size)
+
+    def largest(shape: Shape) -> Fit | None:
+        """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
+        for size in sizes[: 1 if shape.stage == 1 else None]:
+            if (fit := estimated(shape, size)).fits and (fit := rehearsed(fit, recipe, cluster.world_size)).fits:
+                return fit
+        return None
+
+    for shape in allowed:
+        fit, recomputed = largest(shape), dataclasses.replace(shape, checkpointing=True)
+        if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, sizes[0]):
+            other = largest(recomputed)
+            if other and other.config.micro_batch > fit.config.micro_batch:
+                shape, fit = recomputed, other
+        if fit:
+            ds = make_ds(shape, cluster.gpu.bf16)
+            return Recommendation(with_batch(ds, fit.config.micro_batch, "auto"), shape, fit)
+    least = min((estimated(shape, 1).memory.gib, str(shape)) for shape in allowed)
+    offload = "" if len(allowed) == len(shapes) else f", or {' and '.join(remedies)}, which allows offloading"
+    raise ConfigError(
+        f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
+        f"Take more GPUs, larger ones or a smaller model{offload}"
+    )
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError where no new file can be written."""
+    if path.exists():
+        raise ConfigError(f"--write {path} exists: name a new file")
+    if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+        raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
+
+
+def write_ds(ds: Mapping[str, Any], path: Path) -> None:
+    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
+    check_new(path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
+        load_ds_config(str(temporary), {})

@@ -35,29 +35,25 @@ def test_every_config_that_may_be_recommended_is_valid(shape, bf16, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("card_gib", "chosen", "refused"),
+    ("card_gib", "chosen"),
     [
-        (90.0, "ZeRO 1: 64", []),
-        (60.0, "ZeRO 2: 32", ["ZeRO 1"]),
-        (20.0, "ZeRO 2: 8", ["ZeRO 1"]),
-        (17.0, "ZeRO 2, checkpointing: 32", ["ZeRO 1", "ZeRO 2"]),
-        (12.2, "ZeRO 2, checkpointing: 8", ["ZeRO 1", "ZeRO 2"]),
-        (10.5, "ZeRO 3, checkpointing: 32", ["ZeRO 1", "ZeRO 2", "ZeRO 2, checkpointing", "ZeRO 3"]),
-        (7.0, "ZeRO 3, checkpointing: 1", ["ZeRO 1", "ZeRO 2", "ZeRO 2, checkpointing", "ZeRO 3"]),
-        (4.0, "ZeRO 3, checkpointing, optimizer on the host: 8", None),
-        (2.1, "ZeRO 3, checkpointing, optimizer and weights on the host: 4", None),
+        (90.0, "ZeRO 1: 64"),
+        (60.0, "ZeRO 2: 32"),
+        (20.0, "ZeRO 2: 8"),
+        (17.0, "ZeRO 2, checkpointing: 32"),
+        (10.5, "ZeRO 3, checkpointing: 32"),
+        (7.0, "ZeRO 3, checkpointing: 1"),
+        (4.0, "ZeRO 3, checkpointing, optimizer on the host: 8"),
+        (2.1, "ZeRO 3, checkpointing, optimizer and weights on the host: 4"),
     ],
 )
-def test_the_rule(card_gib, chosen, refused, invented):
+def test_the_rule(card_gib, chosen, invented):
     """The first shape of which anything fits, with its largest micro-batch; recomputed where that gives more than fewer
-    than 8 images; each shape before it is refused with its reason. 0.5 GiB and 5 % are margins."""
+    than 8 images. 0.5 GiB and 5 % are margins."""
     recipe = load_recipe("vits16", {"data.global_batch": "64"})
     found = recommend(recipe, Cluster(Gpu("a GPU", card_gib), 1, 1), card_gib)
     assert f"{found.shape}: {found.fit.config.micro_batch}" == chosen and found.fit.fits
     assert found.ds["train_micro_batch_size_per_gpu"] == found.fit.config.micro_batch
-    if refused is None:
-        refused = [str(shape) for shape in SHAPES[: SHAPES.index(found.shape)]]
-    assert [line.partition(":")[0] for line in found.refused] == refused
 
 
 @pytest.mark.parametrize(

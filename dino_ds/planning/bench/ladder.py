@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -144,17 +144,17 @@ def use_plain_losses(network: Network) -> None:
 def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
     """Measure every step that this host can run."""
     batch = begin(options.batch, options.threads, "bench ladder")
-    steps = all_steps()
-    skipped = {step.name: why_skipped(step, recipe) for step in steps}
+    reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
+    steps = [step for step in all_steps() if reasons[step.name] is None]
     memory, runs = dict[str, ChildResult](), dict[str, Callable[[], Tensor]]()
-    for step in (step for step in steps if skipped[step.name] is None):
+    for step in steps:
         memory[step.name], runs[step.name] = _prepare(step, recipe, batch, options.threads)
     timings = time_interleaved(runs, options.steps, options.warmup, device())
-    rows = _rows(steps, memory, timings, batch)
-    rows = [{**row, "skipped": skipped[row["name"]]} for row in rows]
-    exact, first = [row for row in rows if row["exact"] and not row["skipped"]], steps[0].name
+    rows = list(_rows(steps, memory, timings, batch))
+    exact, first = [row for row in rows if row["exact"]], steps[0].name
     result = about(recipe, batch) | {
         "ladder_steps": rows,
+        "skipped": {name: reason for name, reason in reasons.items() if reason},
         "exact_total_speedup": exact[-1]["speedup_total"],
         "exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"],
         "imports_mib": memory[first].imports_mib,
@@ -194,24 +194,21 @@ def _run(step: LadderStep, trial: Trial) -> Tensor:
 
 def _rows(
     steps: list[LadderStep], memory: dict[str, ChildResult], timings: dict[str, Timing], batch: int
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
     first = before = timings[steps[0].name].seconds
     for step in steps:
-        row: dict[str, Any] = {"name": step.name, "exact": step.exact}
-        row |= dict.fromkeys(("images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "spread"))
-        if timing := timings.get(step.name):
-            row |= {
-                "images_per_second": batch / timing.seconds,
-                "step_seconds": timing.seconds,
-                "speedup_step": before / timing.seconds,
-                "speedup_total": first / timing.seconds,
-                "peak_memory_mib": memory[step.name].peak_mib,
-                "spread": timing.spread,
-            }
-            before = timing.seconds
-        rows.append(row)
-    return rows
+        timing = timings[step.name]
+        yield {
+            "name": step.name,
+            "exact": step.exact,
+            "images_per_second": batch / timing.seconds,
+            "step_seconds": timing.seconds,
+            "speedup_step": before / timing.seconds,
+            "speedup_total": first / timing.seconds,
+            "peak_memory_mib": memory[step.name].peak_mib,
+            "spread": timing.spread,
+        }
+        before = timing.seconds
 
 
 def _page(result: dict[str, Any]) -> str:
@@ -227,12 +224,11 @@ def _page(result: dict[str, Any]) -> str:
             f"{row['peak_memory_mib']:.0f}",
         )
         for row in result["ladder_steps"]
-        if not row["skipped"]
     ]
     libraries = f" (libraries take {result['imports_mib']:.0f} MiB of both)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
     lines = [heading("bench ladder", result), markdown_table(header, rows), ""]
-    lines += [f"{row['name']} skipped: {row['skipped']}" for row in result["ladder_steps"] if row["skipped"]]
+    lines += [f"{name} skipped: {reason}" for name, reason in result["skipped"].items()]
     lines.append(
         f"{clock_name(result['clock'])}, medians; exact steps: the last has {result['exact_total_speedup']:.2f} x the "
         f"images/s of the first and {result['exact_total_memory_ratio']:.2f} x its peak memory{libraries}"
