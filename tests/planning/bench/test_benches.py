@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import itertools
 import json
 import shlex
@@ -164,13 +163,9 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
     parts = [shlex.split(line) for line in printed.splitlines() if line.startswith("timeout")]
     assert len({part[-1] for part in parts}) == len(parts) == 5, "each writes a file of its own"
     for _, seconds, python, _, module, *rest, _, _ in parts:
-        assert float(seconds) < 360 and python == sys.executable
-        if module == "dino_ds":
-            command, flags = find_command(rest)
-            assert read(command, parse_flags(command, flags))[0].json
-        else:
-            named = {word.partition("=")[0].lstrip("-") for word in rest if word.startswith("--")}
-            assert named <= set(inspect.signature(importlib.import_module(module).main).parameters), rest
+        assert float(seconds) < 360 and python == sys.executable and module == "dino_ds"
+        command, flags = find_command(rest)
+        assert read(command, parse_flags(command, flags))[0].json
 
 
 @pytest.fixture
