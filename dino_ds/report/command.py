@@ -23,8 +23,7 @@ def run(options: ReportOptions) -> Result:
     """Write RUN/report.html; return its path and a summary of the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
-    if page.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--out {page} must end in .html")
+    _check_out(page, folder)
     files = read_run(folder)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     foot = render("foot.html", version=__version__, today=today, folders=[str(folder.resolve())])
@@ -35,6 +34,18 @@ def run(options: ReportOptions) -> Result:
     facts = summarize(files)
     text = f"{_line(facts)}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
     return Result({"report": str(page), **facts}, text, value=page)
+
+
+def _check_out(page: Path, folder: Path) -> None:
+    if page.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {page} must end in .html")
+    where = page.parent
+    if where == folder and not where.is_dir():
+        return  # read_run reports it
+    if not where.is_dir() or not os.access(where, os.W_OK | os.X_OK) or page.is_dir():
+        raise ConfigError(
+            f"{page} can't be written: {where} is not a folder that one may write to; name another with --out"
+        )
 
 
 def _line(facts: dict[str, Any]) -> str:

@@ -36,6 +36,10 @@ class Curve:
         return float(self.y[-1]) if len(self) else float("nan")
 
     @property
+    def constant(self) -> bool:
+        return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
+
+    @property
     def is_long(self) -> bool:
         """Whether the curve has more points than a chart can show apart."""
         return len(self) > 4 * _PARTS
@@ -103,7 +107,12 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _curve_of(pairs: np.ndarray) -> Curve:
-    """Alternating steps and values, in the order of the file -> a curve; of equal steps the last one counts."""
+    """Alternating steps and values, in the order of the file -> a curve; of equal steps the last one counts.
+
+    Values beyond 1e100, which no run has, become infinite, and those below 1e-100 zero, so that arithmetic is safe.
+    """
     steps, values = pairs[0::2], pairs[1::2]
+    size = np.abs(values)
+    sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
     ascending, last = np.unique(steps[::-1], return_index=True)
-    return Curve(ascending, values[::-1][last])
+    return Curve(ascending, sane[::-1][last])

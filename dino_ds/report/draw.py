@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,15 +150,23 @@ def place(features: Tensor) -> tuple[np.ndarray, str]:
     """Features (n, d), n > 1 -> points (n, 2), the same in each call, and the method's name: t-SNE if scikit-learn is
     installed and n >= 5, else PCA. Features are normalized, as in k-NN."""
     unit = F.normalize(features.float(), dim=-1)
-    with suppress(ImportError):
+    if len(unit) >= 5 and _has_sklearn():
         from sklearn.manifold import TSNE
 
-        if len(unit) >= 5:
-            perplexity = min(30.0, (len(unit) - 1) / 3)
-            return TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(unit.numpy()), "t-SNE"
+        perplexity = min(30.0, (len(unit) - 1) / 3)
+        return TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(unit.numpy()), "t-SNE"
     centered = unit - unit.mean(dim=0)
     _, _, axes = torch.linalg.svd(centered, full_matrices=False)
     return (centered @ axes[:2].T).numpy(), "PCA"
+
+
+def _has_sklearn() -> bool:
+    try:
+        spec = importlib.util.find_spec("sklearn")
+    except ValueError:  # a stand-in for a module may have no spec
+        return False
+    # A folder that an uninstalled package left behind, such as a cache, has no file to import.
+    return spec is not None and spec.origin is not None
 
 
 def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Sequence[str] | None, title: str) -> Figure:
@@ -203,11 +211,11 @@ def _scatter(points: np.ndarray, thumbnails: Sequence[np.ndarray], frames: Seque
     return np.asarray(canvas)
 
 
-def heat(picture: Tensor, attention: Tensor) -> np.ndarray:
-    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at the map's maximum."""
+def heat(picture: Tensor, attention: Tensor, top: float | None = None) -> np.ndarray:
+    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at `top` or the map's maximum."""
     from matplotlib import colormaps
 
-    scaled = attention / max(float(attention.max()), 1e-12)
+    scaled = attention / max(float(attention.max()) if top is None else top, 1e-12)
     colors = torch.from_numpy(colormaps["inferno"](scaled.numpy())[..., :3])
     rows, columns = (
         torch.arange(side) * count // side for side, count in zip(picture.shape, attention.shape, strict=False)

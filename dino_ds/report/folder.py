@@ -15,6 +15,7 @@ from dino_ds.config.stages import near_run
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
+from dino_ds.health.records import Heartbeats
 from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
 from dino_ds.report.curves import Metrics, read_metrics
 
@@ -30,6 +31,8 @@ _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "f
 """How a run has ended after the last event of these kinds; "" if it goes on."""
 _LARGEST_NUMBER = 1e100
 _BEST = "best_teacher.json"
+_TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
+"""Files that training writes after a hang, a bug and bad steps."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class RunFiles:
 
     Attributes:
         best: metric, value, start and step of the best teacher, {} without one.
+        traces: names of files with more about incidents.
         state: finished, stopped (before its length), failed, running or unfinished.
         notes: missing and broken parts of the folder.
     """
@@ -97,6 +101,7 @@ class RunFiles:
     evaluations: list[Evaluation] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
+    traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
     notes: list[str] = field(default_factory=list)
 
@@ -143,6 +148,7 @@ def read_run(path: Path) -> RunFiles:
         best = about.get("best")
         if isinstance(best, dict):
             run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
+    run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
     return run
 
@@ -224,9 +230,15 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def _ended_by_ranks(path: Path) -> str:
+    """Return how a run without events.jsonl, of an earlier version, has ended, by heartbeats; "" if they disagree."""
+    ends = {_ENDS.get(beat.ended, "") for beat in Heartbeats(path).read()}
+    return "failed" if "failed" in ends else ends.pop() if len(ends) == 1 else ""
+
+
 def _state(run: RunFiles) -> str:
     is_whole = run.step >= (run.planned_steps or 0)
-    ended = run.events.ended
+    ended = run.events.ended or ("" if run.events.newest else _ended_by_ranks(run.path))
     if ended == "finished" and not is_whole:
         return "stopped"
     if ended:

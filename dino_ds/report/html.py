@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import functools
+import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from PIL import Image
+from PIL import Image, features
 
 from dino_ds.report import text
 from dino_ds.report.charts import Chart
 from dino_ds.report.plot import chart_svg
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_MAX_PIXELS = 100_000_000
 _LONG_WORD = 28
 """Letters beyond which a word in a table, such as a path, may be broken."""
 
@@ -62,12 +64,20 @@ def build_document(title: str, body: str) -> str:
     return render("page.html", title=title, body=body, style=style)
 
 
-def embedded_file(path: Path) -> tuple[str, tuple[int, int]]:
-    """Return a data: URL of a PNG file, and its size in pixels. Raises OSError or ValueError for another file."""
+def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
+    """Return a data: URL of a PNG file, as WebP and at most `width` pixels wide, and the size in pixels.
+
+    Raises OSError or ValueError for what is not a picture.
+    """
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            image.verify()
-            size = image.size
+            if image.width * image.height > _MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels")
+            small = image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
     except (SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from None
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}", size
+    if small.width > width:
+        small = small.resize((width, max(1, round(small.height * width / small.width))), Image.Resampling.LANCZOS)
+    stream, kind = io.BytesIO(), "webp" if features.check("webp") else "png"
+    small.save(stream, kind.upper(), quality=84, method=5)
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}", small.size

@@ -23,7 +23,7 @@ from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
-from dino_ds.errors import ConfigError, DataError, unwritable
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import live_teacher
 from dino_ds.evals.features import keep_generators
 from dino_ds.evals.knn import nearest
@@ -51,29 +51,14 @@ _TIMES = 6
 
 def run(options: PicturesOptions) -> Result:
     """Write a PNG file of each kind in `only`. Raises ConfigError, DataError, CheckpointError."""
-    folder, written = _folder(options), list[str]()
-    if reason := why_not_writable(folder / "a.png"):  # said early: pictures may take minutes
-        raise ConfigError(f"{folder} can't be written: {reason}; name another folder with --out")
+    files = PictureFiles(options.model, options.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(options.model, device)
     kinds = options.only or shown_kinds(model)
     source = find_images(options.model, options.source, options.root)
     for name, figure in draw_pictures(model, source, model.value_range, kinds, device):
-        path = folder / f"{name}.png"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, draw.png_of(draw.figure_pixels(figure)))
-        except OSError as error:
-            raise unwritable(path, error, "out") from None
-        written.append(str(path))
-    return Result({"pictures": written}, "\n".join(written))
-
-
-def _folder(options: PicturesOptions) -> Path:
-    """--out; by default RUN/pictures of a run, a folder in it of a checkpoint, else ./pictures."""
-    home = home_of(options.model)
-    default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
-    return Path(os.path.expanduser(options.out)) if options.out else default
+        files.add(name, draw.figure_pixels(figure))
+    return Result({"pictures": files.written}, "\n".join(files.written))
 
 
 def shown_kinds(model: Backbone) -> list[str]:
@@ -249,3 +234,33 @@ class PeriodicPictures(AtStep):
                 pictures.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", draw.png_of(pixels))
+
+
+class PictureFiles:
+    """Writes PNG files into `out`; by default into RUN/pictures if `model` is a run, a folder in it if `model` is a
+    checkpoint, else ./pictures. written: the paths of the files so far.
+
+    Raises ConfigError early if the folder can't be written to: pictures may take minutes.
+    """
+
+    def __init__(self, model: str, out: str | None) -> None:
+        home = home_of(model)
+        default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
+        self._folder = Path(os.path.expanduser(out)) if out else default
+        self.written: list[str] = []
+        if reason := why_not_writable(self._folder / "a.png"):
+            raise _not_written(self._folder, reason)
+
+    def add(self, name: str, pixels: np.ndarray) -> None:
+        """Write a picture (h, w, 3). Raises ConfigError where it can't be written."""
+        path = self._folder / f"{name}.png"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, draw.png_of(pixels))
+        except OSError as error:
+            raise _not_written(path, error.strerror or error) from None
+        self.written.append(str(path))
+
+
+def _not_written(path: Path, reason: object) -> ConfigError:
+    return ConfigError(f"{path} can't be written: {reason}; name another folder with --out")

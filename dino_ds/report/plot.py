@@ -17,6 +17,8 @@ _INK, _GRID = "#5c6776", "#dfe4ea"
 _ON_PAGE = {**{color: f"var(--c{i})" for i, color in enumerate(COLORS, 1)}, _INK: "var(--soft)", _GRID: "var(--line)"}
 _MOST_DOTS = 80
 _ROUND = [1, 2, 2.5, 5, 10]
+_LABEL = 13
+"""Height of a level's name, in points."""
 
 
 def chart_svg(chart: Chart) -> str:
@@ -69,8 +71,7 @@ def _plot(axes: Any, chart: Chart) -> None:
     axes.set_xlim(*((min(ends), max(ends)) if min(ends) < max(ends) else (ends[0] - 1, ends[0] + 1)))
     for line in chart.lines:
         _draw_line(axes, line)
-    for value in chart.levels.values():
-        axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
+    _draw_levels(axes, chart)
     _style(axes, chart.small, is_log)
 
 
@@ -82,6 +83,19 @@ def _draw_line(axes: Any, line: Line) -> None:
         axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)
     dotted = (line.kind == "dots" and len(x) <= _MOST_DOTS) or len(curve.finite) == 1
     axes.plot(x, y, "o-" if dotted else "-", color=color, markersize=4, linewidth=1.6, clip_on=False)
+
+
+def _draw_levels(axes: Any, chart: Chart) -> None:
+    """Draw dashed lines with their names and values; names that would overlap move apart."""
+    height = axes.get_window_extent().height * 72 / axes.figure.dpi
+    room = 0.0
+    for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
+        axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
+        height_of_level = float(axes.transLimits.transform((0, value))[1])
+        room = max(room, height_of_level + 1.5 / height)
+        shown = f"{name} {number(value, 3)}"
+        axes.text(0.99, room, shown, transform=axes.transAxes, fontsize=7, ha="right", va="bottom", color=_INK)
+        room += _LABEL / height
 
 
 def _style(axes: Any, small: bool, is_log: bool) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.report.charts import LARGE, SHARE, find_series, find_shares, knn_chart, loss_chart
+from dino_ds.report.charts import LARGE, SHARE, Series, find_series, find_shares, knn_chart, loss_chart
 from dino_ds.report.curves import Metrics
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles
 from dino_ds.report.html import Tag, draw_chart, embedded_file, render
-from dino_ds.report.summary import changed_settings, environment_rows, judge, summarize
+from dino_ds.report.summary import changed_settings, environment_rows, judge, reproduction, summarize
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _STATES = {
@@ -24,6 +24,8 @@ _STATES = {
     "unfinished": "not finished",
 }
 _OPEN_LINES = 12
+_WIDTH = 1000
+"""Largest width of embedded pictures, in pixels."""
 _MOST = 12
 _WIDE_FROM = 2.2
 """Pictures that are wider than their height times this span both columns."""
@@ -48,17 +50,20 @@ def draw_run(run: RunFiles) -> str:
         images=_images(run),
         level=level,
         verdict=verdict,
+        bars_of_knn=_knn_bars(facts["knn"] or {}),
         alarms=_alarms(run),
         cards=_cards(facts),
         **_charts(run.metrics),
         pictures=_load_pictures(run),
         evaluations=_evaluations(run.evaluations),
+        memory=_memory(run, facts),
         settings=changed_settings(run),
         incidents=_incidents(run),
         most_of_a_kind=MOST_OF_A_KIND,
         open_lines=_OPEN_LINES,
         environment=environment_rows(run),
         ds=json.dumps(run.ds, indent=2) if run.ds else "",
+        again=reproduction(run),
     )
 
 
@@ -78,6 +83,18 @@ def _images(run: RunFiles) -> str:
     shares = {key.removeprefix(SHARE): run.metrics[key].y for key in find_shares(run.metrics.curves)}
     achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
     return words + (f" (drawn: {achieved})" if achieved else "")
+
+
+def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
+    """Return the bars of k-NN: start, best and newest teacher, raw pixels and chance."""
+    names = {"start": "start", "untrained": "start: untrained"}
+    if knn.get("best") != knn.get("teacher"):
+        names["best"] = f"best, step {knn['best_step']:,}"
+    if "teacher" in knn:
+        names["teacher"] = f"newest, step {knn['step']:,}"
+    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
+    colors = {"teacher": 3, "best": 3}
+    return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items() if key in knn]
 
 
 def _alarms(run: RunFiles) -> list[str]:
@@ -104,36 +121,54 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _charts(metrics: Metrics) -> dict[str, Any]:
-    """Draw the charts in the order of the page; of the small ones those that change."""
-    small = [series for series in find_series(metrics) if len(set(series.curve(metrics).y.tolist())) > 1]
+    """Draw the charts in the order of the page; curves that never change become text."""
+    small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
+    drawn = [series for series in small if not series.curve(metrics).constant]
     large = {
         "learning": [knn_chart(metrics), loss_chart(metrics)],
         "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
     }
     return {
         **{name: [svg for chart in charts if (svg := draw_chart(chart))] for name, charts in large.items()},
-        "others": [svg for series in small if (svg := draw_chart(series.chart(metrics)))],
+        "others": [draw_chart(series.chart(metrics)) for series in drawn],
+        "constants": [_constant(series, metrics) for series in small if series not in drawn],
     }
 
 
+def _constant(series: Series, metrics: Metrics) -> str:
+    unit = f" {series.unit}" if series.unit in ("s", "GiB", "nats") else ""
+    title = series.title if series.title[1:2].isupper() else f"{series.title[0].lower()}{series.title[1:]}"
+    return f"{title} {number(series.curve(metrics).last)}{unit}"
+
+
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
-    """Load the first and newest pictures of each kind, to be shown side by side; those of no training step are the
-    newest."""
-    folder, order, paths = run.path / "pictures", list(_PICTURES), dict[str, list[Path]]()
-    for path in sorted(run.pictures, key=lambda path: path.parent == folder):
-        paths.setdefault(path.stem, []).append(path)
-    kinds = sorted(paths, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
+    """Load the first and newest pictures of each kind, to be shown side by side; then those of no training step."""
+    folder, order = run.path / "pictures", list(_PICTURES)
+    steps, others = dict[str, list[Path]](), list[Path]()
+    for path in run.pictures:
+        if path.parent == folder:
+            others.append(path)
+        else:
+            steps.setdefault(path.stem, []).append(path)
+    kinds = sorted(steps, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
     groups = [
         {
             "title": _PICTURES.get(kind, kind),
             "open": kind in _OPEN,
-            "shown": [
-                _picture(path, _step_of(path, folder)) for path in dict.fromkeys((paths[kind][0], paths[kind][-1]))
-            ],
+            "shown": [_picture(path, _step_of(path, folder)) for path in _ends_of(steps[kind])],
         }
         for kind in kinds[:_MOST]
     ]
-    return {"folder": folder, "groups": groups, "more": any(len(some) > 2 for some in paths.values())}
+    title = "Pictures of dino-ds pictures"
+    named = [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in others[:_MOST]]
+    groups += [{"title": title, "open": not groups, "shown": named}] if named else []
+    more = len(others) > _MOST or any(len(paths) > 2 for paths in steps.values())
+    return {"folder": folder, "groups": groups, "more": more}
+
+
+def _ends_of(paths: list[Path]) -> list[Path]:
+    """Return the first and the last picture of a kind, or the only one."""
+    return [paths[0], paths[-1]] if len(paths) > 1 else paths
 
 
 def _step_of(path: Path, folder: Path) -> str:
@@ -141,14 +176,14 @@ def _step_of(path: Path, folder: Path) -> str:
     name = str(path.parent.relative_to(folder))
     word, _, digits = name.rpartition("_")
     if not (word and digits.isascii() and digits.isdigit()):
-        return "by dino-ds pictures" if path.parent == folder else name
+        return name
     return f"{word} {int(digits):,}" + (", before training" if int(digits) == 0 else "")
 
 
 def _picture(path: Path, caption: str) -> dict[str, Any]:
     """Embed one picture; return an `error` instead for a file that can't be read."""
     try:
-        address, (wide, high) = embedded_file(path)
+        address, (wide, high) = embedded_file(path, _WIDTH)
     except (OSError, ValueError) as error:
         return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}"}
     is_wide = wide > _WIDE_FROM * high
@@ -168,6 +203,18 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
             first = (evaluation.name, step, ", ".join(images)) if i == 0 else ("",) * 3
             rows.append((first[0], metric, number(value), *first[1:]))
     return rows
+
+
+def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the bars of predicted and measured memory, or None if one of them is unknown."""
+    measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
+    if not measured or not predicted:
+        return None
+    return {
+        "bars": [("predicted", gib(predicted), [(2, predicted)]), ("measured", gib(measured), [(1, measured)])],
+        "most": max(measured, predicted),
+        "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
+    }
 
 
 def _incidents(run: RunFiles) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.names import step_name
 from dino_ds.config.begun_with import ORIGIN, Origin
 from dino_ds.config.evaluation import margin_of_chance
 from dino_ds.config.loading import recipe_options
@@ -162,3 +163,16 @@ def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.insert(0, ("command", shlex.join(map(str, command))))
     rows += [(kind, run.events.text(kind)) for kind in ("engine", "kernels") if kind in run.events.newest]
     return rows + ([(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
+
+
+def reproduction(run: RunFiles) -> str:
+    """Return the command that repeats the training from the files of the run."""
+    files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
+    if origin := Origin.read(run.path):
+        files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
+    last = run.events.fact("length", "last_step", int)
+    files += ["--max_steps", str(last)] if last and run.planned_steps and last < run.planned_steps else []
+    ranks = run.environment.get("ranks")
+    several = isinstance(ranks, int) and ranks > 1
+    program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"] if several else ["dino-ds", "train"]
+    return shlex.join([*program, *files, "--run_dir", "NEW"])

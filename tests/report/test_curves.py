@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from dino_ds.report.curves import read_metrics
+from dino_ds.report.curves import EMPTY, Curve, read_metrics
 
 
 def _read(tmp_path, text):
@@ -48,3 +48,11 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
     metrics = _read(tmp_path, "".join(json.dumps({"step": s, "loss": i}) + "\n" for i, s in enumerate(steps)))
     assert metrics["loss"].x.tolist() == [1, 2, 3, 4]
     assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
+
+
+def test_curves_without_points_and_of_few():
+    assert not EMPTY.constant and _curve(2, 2).constant and not _curve(2, np.nan).constant
+
+
+def _curve(*y):
+    return Curve(np.arange(float(len(y))), np.array(y, dtype=float))

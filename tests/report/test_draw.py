@@ -89,7 +89,7 @@ def test_likes_lie_together_on_the_map(monkeypatch):
         distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
         assert name == method and (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9
         assert bool((torch.from_numpy(place(features)[0]) == points).all())
-        monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+        monkeypatch.setitem(sys.modules, "sklearn", None)
     np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-5)
     lengths = torch.rand(30, 1, generator=generator) + 0.5  # cosines decide
     np.testing.assert_allclose(np.abs(place(features * lengths)[0]), np.abs(found), atol=1e-4)
@@ -113,6 +113,7 @@ def test_all_values_lie_inside_of_the_chart_s_axes(values, zero, log):
         assert axes.get_yscale() == ("log" if log else "linear")
         low, high = axes.get_ylim()
         assert low <= min(values) and max((*values, *levels.values())) <= high and (not zero or low <= 0 <= high)
+        assert len({text.get_position()[1] for text in axes.texts}) == len(levels)  # names don't overlap
         assert_inside(chart_svg(chart))
     assert chart_svg(Chart("a", "", [Line("a", Curve(x[:1], np.array([np.nan])))], {})) == ""
     assert ">0.0002<" in chart_svg(Chart("a", "", [Line("a", Curve(x[:2], np.array([1e-4, 4e-4])))], {}))

@@ -13,7 +13,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions
 from dino_ds.report import draw
-from dino_ds.report.pictures import KINDS, PeriodicPictures, run, shown_kinds, side_of
+from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
 from dino_ds.weights.export import FORMATS
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -102,3 +102,11 @@ def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(place):
         album = PeriodicPictures.build(recipe, source, 5)
         due[every] = [step for step in range(102) if album.due(step, last=step == 101)]
     assert due == {"auto": [0, 21, 42, 63, 84, 101], "30 steps": [0, 30, 60, 90, 101]}
+
+
+def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
+    """As --out=~/pictures comes: the shell leaves it as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    PictureFiles("a.safetensors", "~/pictures").add("empty", np.zeros((1, 1, 3), dtype=np.uint8))
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["empty.png"] and not (tmp_path / "~").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from dino_ds.cli import main as cli
 from dino_ds.health.files import Event
 from dino_ds.health.lock import RunLock
+from dino_ds.health.records import Heartbeat, Heartbeats
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.charts import summarize_knn
@@ -75,17 +78,18 @@ def test_the_page_has_every_part(tmp_path, capsys):
     page = _report(folder)
     for words in (
         *("finished", "vit_small_patch16_224, patch 8, width 32", "2,880 images of photos", "epoch 2"),
+        "start: untrained 62.0 % best, step 50 78.2 % newest, step 100 76.2 % raw pixels 35.3 % chance",
         *("10 s", "640", "raw pixels 35.3"),
-        *("0.80 GiB predicted 0.70 GiB"),
+        *("predicted 0.70 GiB measured 0.80 GiB", "largest resident set of rank 0: on a CPU"),
         *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "birds/test, 2,880 training, 936 test"),
-        "train.py --local_rank=0 --config quickstart",
+        *("torchrun --nproc_per_node 2 dino_ds/train.py --config", "train.py --local_rank=0 --config quickstart"),
         *("Waiting for data 20", "teacher at step 100 76.2", "entropy of the targets: the floor 2.08"),
         *("step 0, before training step 100 Nearest", "Those of other steps", "The log tells of none"),
         "Learned: k-NN is 76.2 % at step 100, beside 62.0 % at the start.",
     ):
         assert words in page.text, words
     assert page.tags.count("svg") >= 9 and "script" not in page.tags
-    assert page.tags.count("img") == 2 * 3  # start and newest
+    assert page.tags.count("img") == 2 * 3 + 1  # start and newest; one beside them
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
     assert "step 100 of 100, loss" in (line := capsys.readouterr().out) and "k-NN 76.2 % at step 100" in line
 
@@ -127,9 +131,18 @@ def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path
     folder = make_run(tmp_path / "run", Event(f"{kind:<9}step 30"))
     _write_metrics(folder, knn(0, 62.0), record(10), record(20), knn(20, 70.0), record(30))
     page = _report(folder)
-    assert "stopped at 30 of 100" in page.text
+    assert "stopped at 30 of 100" in page.text and "newest, step 20 70.0 %" in page.text
     line = capsys.readouterr().out
     assert line.startswith("stopped ") and "step 30 of 100, loss" in line and "k-NN 70.0 % at step 20" in line
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_measured_memory_is_a_share_of_the_plan_on_a_gpu_alone(tmp_path):
+    """A resident set holds more than any plan of a step: a share of it would say nothing."""
+    folder = make_run(tmp_path / "run")
+    path = folder / "environment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "devices": "NVIDIA H200"}))
+    assert "Measured is 114 % of the prediction" in draw_run(read_run(folder))
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -181,6 +194,39 @@ def test_a_run_of_an_older_version_has_no_events(tmp_path):
 
 
 @pytest.mark.usefixtures("no_charts")
+@pytest.mark.parametrize(
+    ("ends", "state"),
+    [(("done", "done"), "finished"), (("stopped",), "stopped"), (("stopped", "error"), "failed"), (("", "done"), None)],
+)
+def test_the_ranks_of_an_older_version_tell_how_a_run_in_epochs_ended(tmp_path, ends, state):
+    folder = make_run(tmp_path / "run", recipe={"length": "30 epochs"})
+    (folder / "events.jsonl").unlink()
+    heartbeats = Heartbeats(folder)
+    heartbeats.prepare()
+    for rank, ended in enumerate(ends):
+        heartbeats.publish(Heartbeat(rank, "here", 10, 0.0, 0.0, 100, "step", "step", 40, 0.0, ended=ended))
+    assert read_run(folder).state == (state or "unfinished")
+
+
+@pytest.mark.slow
+def test_no_number_is_too_odd(tmp_path, capsys):
+    """Extremes after two others as a curve of two points, and as every figure of training and of an evaluation."""
+    odd = [0.0, 1e308, -1e308, 5e-324, 1e99, 1 + 2**-52, -1e16, float("nan"), float("inf")]
+    folder = make_run(tmp_path / "run")
+    names = {str(i): value for i, value in enumerate(odd)}
+    about = {"step": float("nan"), "seconds": float("inf"), "train_images": 10**400, "test_images": -1e99}
+    (folder / "evaluations.json").write_text(json.dumps({"knn": {**about, "results": {**names, "whole": 10**400}}}))
+    for first in (0.0, 1e308):
+        pairs = [{"step": 0, **dict.fromkeys(names, first)}, {"step": 1, **names}]
+        lines = [*pairs, {**record(2), **dict.fromkeys(["knn_top1", *record(2)], first), "step": 2}, record(3)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        run(ReportOptions(run=str(folder))).show(as_json=True)
+        page = _Page((folder / "report.html").read_text(encoding="utf-8"))
+        assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", " ".join(page.drawn)))
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+@pytest.mark.usefixtures("no_charts")
 def test_a_name_is_never_taken_for_html(tmp_path):
     """In the folder's name, the log, a key of the metrics, an evaluation, a picture, the environment and the recipe."""
     evil = "<script>alert(1)<"
@@ -221,6 +267,33 @@ def test_input_that_is_no_run(tmp_path, capsys):
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and says in lines[0], (words, lines)
     assert not list(tmp_path.rglob("*.html"))
+
+
+def _pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _sparse(path):
+    with path.open("wb") as file:
+        file.truncate(30 << 30)
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_pipes_and_huge_files_in_a_run_are_named_and_not_waited_for(tmp_path, capsys):
+    for i, make in enumerate((_pipe, _sparse)):
+        run_dir = make_run(tmp_path / f"run{i}")
+        for name in ("events.jsonl", "ds_config.json", "environment.json", "evaluations.json", "config.yaml"):
+            make(run_dir / name)
+        cli.main(["report", str(run_dir)])
+        capsys.readouterr()
+        assert len([note for note in read_run(run_dir).notes if "can" in note and "be read" in note]) >= 5
+        make(run_dir / "metrics.jsonl")
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["report", str(run_dir)])
+        assert stop.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "metrics.jsonl cannot be read: " in line and ("not a regular file" in line or "30.0 GiB" in line)
 
 
 def test_how_a_run_ended_and_what_went_wrong(tmp_path):
