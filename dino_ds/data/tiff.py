@@ -6,6 +6,7 @@ import io
 import itertools
 import logging
 import math
+import re
 import struct
 from importlib.util import find_spec
 from typing import Any
@@ -35,6 +36,8 @@ _GRAY, _GRAY_OR_RGB, _YCBCR = (0, 1), (0, 1, 2), 6
 _AXES, _MOST_PAGES = ("YX", "YXS", "SYX"), 10_000
 _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
 """Compressions whose decoders limit their output."""
+_DEPTH_OR_TIME = re.compile(r"""\b(slices|frames)=(?!1\b)\d|\bSize[ZT]="(?!1")\d|"axes": "[^"]*[ZT]""")
+"""Descriptions by ImageJ, OME and tifffile of pages that are slices of a volume or frames of a film."""
 
 
 def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
@@ -132,7 +135,8 @@ def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
     page = whole[0]
     bands = whole if page.axes == "YX" and page.photometric in _GRAY else whole[:1]
     alike = page.axes in _AXES and len({(page.axes, page.shape, page.dtype) for page in whole}) == 1
-    if not alike or (len(bands) > 1 and wanted not in (None, len(bands))):
+    other_axis = len(bands) > 1 and _DEPTH_OR_TIME.search(page.description)
+    if not alike or other_axis or (len(bands) > 1 and wanted not in (None, len(bands))):
         raise ValueError(
             f"{len(whole)} pages, the first of {page.imagewidth} x {page.imagelength} pixels: of a volume or film "
             "write one image a file; bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set "

@@ -101,6 +101,16 @@ def test_a_page_that_may_be_a_thumbnail_is_not_taken_for_the_image(color, layout
     assert re.match(said, str(read(written(color, 8, layout, pages))))
 
 
+@pytest.mark.parametrize("kind", [{"imagej": True}, {"ome": True}, {"shaped": True}])
+@pytest.mark.parametrize("axes", ["ZYX", "TYX", "CYX"])
+def test_slices_and_frames_are_no_bands(kind, axes):
+    """Three pages of a file for three channels: its description tells which they are."""
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, np.stack([GRAY] * 3), photometric="minisblack", metadata={"axes": axes}, **kind)
+    found = read(stream.getvalue())
+    assert isinstance(found, np.ndarray) if axes == "CYX" else "of a volume or film write one image" in found
+
+
 def test_ycbcr_is_read_only_where_it_is_compressed():
     """Of uncompressed files Pillow takes subsampled colors for pixels."""
     ycbcr = photo(64, 48).convert("YCbCr")
