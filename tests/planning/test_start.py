@@ -130,7 +130,7 @@ def _train(images, run, card_gib, **options):
     """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
     mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
     with mock.patch.object(start_module, "find_machine", return_value=mine):
-        return train_tiny(images, run, ds_overrides={}, **options)
+        return train_tiny(images, run, ds_overrides={}, predicts=True, **options)
 
 
 def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
@@ -149,9 +149,8 @@ def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
 def test_what_is_too_large_leaves_no_folder(tmp_path):
     """A head for which no machine has the memory."""
     images = image_folder(tmp_path / "images")
-    message = train_tiny(
-        images, tmp_path / "run", changes={"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
-    )
+    large = {"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
+    message = train_tiny(images, tmp_path / "run", changes=large, predicts=True)
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
 
 
@@ -159,8 +158,8 @@ def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path)
     """With the command that has settings for few of them: a remedy for memory would have been in vain."""
     large = {"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
     images = image_folder(tmp_path / "my images", 20)
-    message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"})
+    message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"}, predicts=True)
     assert "20 images < one global batch of 32" in message and "memory" not in message
     assert message.rstrip().endswith(f"dino-ds advise '{images}'")
-    message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"})
+    message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"}, predicts=True)
     assert "data.download" in message and "memory" not in message and not (tmp_path / "run").exists()

@@ -6,8 +6,10 @@ import contextlib
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -66,6 +68,15 @@ def image_folder(root: Path, images: int = 20, classes: int = 0, seed: int = 0) 
     return root
 
 
+@contextlib.contextmanager
+def unpredicted() -> Iterator[None]:
+    """In this block a start predicts no memory: the rehearsal takes longer than a short training job."""
+    from dino_ds.planning import start
+
+    with mock.patch.object(start, "predict", return_value=None):
+        yield
+
+
 def train_tiny(
     root: Path,
     run_dir: Path,
@@ -76,14 +87,18 @@ def train_tiny(
     ds_changes: dict[str, str] | None = None,
     allow_change: str | None = None,
     ds_overrides: dict[str, str] | None = None,
+    predicts: bool = False,
     **more: Any,
 ) -> str | None:
-    """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None."""
+    """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None.
+
+    predicts: whether the start predicts its memory.
+    """
     from dino_ds.train import train
 
     overrides = {**TINY, "data.root": str(root), **(changes or {})}
     path = str(REPOSITORY / "ds_configs" / ds)
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.nullcontext() if predicts else unpredicted():
         try:
             train(
                 TrainOptions(

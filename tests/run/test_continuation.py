@@ -144,10 +144,10 @@ def _train(run: Path, cwd: Path, overrides: dict[str, str] | None, steps: int, r
     from dino_ds.errors import UserError
     from dino_ds.options.commands import TrainOptions
     from dino_ds.train import train
-    from tests.run.harness import REPOSITORY
+    from tests.run.harness import REPOSITORY, unpredicted
 
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
-    with _in(cwd), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    with _in(cwd), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), unpredicted():
         try:
             recipe = own_recipe(run, (), []) if overrides is None else load_recipe(None, TINY | overrides)
             train(

@@ -29,7 +29,8 @@ def run(tmp_path_factory):
     root, test = image_folder(folder / "images", 24, 3), image_folder(folder / "test", 9, 3, seed=1)
     changes = {"eval.every": "2 steps", "eval.root": str(test), "length": "4 steps"}
     changes |= {"model.registers": "2", "model.layer_scale": "0.1"}
-    assert run_on_ranks(train_tiny, root, folder / "run", "zero2_bf16.json", changes=changes) == [None, None]
+    args = root, folder / "run", "zero2_bf16.json"
+    assert run_on_ranks(train_tiny, *args, changes=changes, predicts=True) == [None, None]
     return folder / "run"
 
 

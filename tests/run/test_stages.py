@@ -29,6 +29,7 @@ from tests.run.harness import (
     losses_of,
     read_manifest,
     read_metrics,
+    unpredicted,
     whole_tensors,
 )
 from tests.run.test_resume import DINOV2, assert_same_checkpoint
@@ -40,7 +41,7 @@ def train_words(words: list[str]) -> str | None:
     """`dino-ds train WORDS` in this process; the message of a UserError, "stopped" for exit code 75, else None."""
     from dino_ds.train import train
 
-    with contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), unpredicted():
         try:
             options, files = read(TRAIN, parse_flags(TRAIN, words))
             train(options, **files)

@@ -27,7 +27,7 @@ ACCUMULATED = {"gradient_accumulation_steps": "2"}
 def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     run = tmp_path / "run"
     images = image_folder(tmp_path / "images")
-    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED) is None
+    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED, predicts=True) is None
     log = log_of(run)
     for line in (
         "note     targets are balanced over all 8 images of a step; 2 micro-batches are held at once",
