@@ -19,7 +19,6 @@ from dino_ds.run.bad_images import ImageReports
 from dino_ds.run.metrics import Clock, Meter
 from dino_ds.run.run import Run
 from dino_ds.run.saver import Saver
-from dino_ds.run.throughput import ThroughputMonitor
 
 _LONG_WAIT = 0.1
 """Share of the time spent waiting for data above which the step line states it."""
@@ -38,7 +37,6 @@ class Reports:
         meters = ("loss", *run.step.objective.scalars, "constant_images", *self._shares)
         self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
-        self._throughput = ThroughputMonitor()
         self._began = 0.0, 0
         self._said_constant = False
         warmup = run.step.schedules.warmup_steps
@@ -62,13 +60,11 @@ class Reports:
     def write(self, out: MicroStep) -> None:
         """Write a step's line of metrics, and the alarms that it raises."""
         means, speed = self._meter.read(), self.clock.read()
-        rolling, warning = self._throughput.update(**speed)
         self.images.report_unreadable()
         predicted = self._run.options.predicted_gib
         record = {
             **self._describe_step(means, out.schedule),
             **speed,
-            **rolling,
             **_read_host(),
             **self._saver.metrics(),
             "memory_gib": memory_gib(),
@@ -81,8 +77,7 @@ class Reports:
             self._said_constant = True
             part = f"{means['constant_images']:.2%}"
             self._log.info(f"warning  {part} of the images are of one color (constant_images of metrics.jsonl)")
-        slow = [Event(f"speed    after step {record['step']}: {warning}", "slow")] if warning else []
-        self._log.info(*slow, *alarms)
+        self._log.info(*alarms)
 
     def _describe_step(self, means: dict[str, float], schedule: ScheduleValues) -> dict[str, Any]:
         """The metrics of training: progress, losses, schedules, gradient, skipped steps and bad images."""

@@ -1,11 +1,14 @@
-"""When a run saves: fixed intervals, and by the clock."""
+"""When a run saves, fixed intervals and by the clock, and what counts as its time."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 
 from dino_ds.engine import distributed
 from dino_ds.run import saver
+from dino_ds.run.metrics import Clock
 from dino_ds.run.saver import FIRST_SAVE_AFTER, SAVE_SECONDS, SaveClock
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, losses_of, train_tiny
@@ -42,3 +45,16 @@ def test_how_often_a_run_saves_is_no_part_of_what_is_learned(tmp_path):
         assert run_on_ranks(train_tiny, images, tmp_path / every, changes=changes) == [None, None]
     assert sorted(p.name for p in (tmp_path / "auto/checkpoints").glob("step_*")) == ["step_00000005", "step_00000008"]
     assert losses_of(tmp_path / "auto") == losses_of(tmp_path / "4 steps")
+
+
+def test_pauses_do_not_count_for_the_images_per_second(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock(8)
+    with clock.paused():
+        now[0] += 100
+    with clock.waiting():
+        now[0] += 1
+    now[0] += 3
+    clock.step()
+    assert clock.read() == {"images_per_second": 2, "data_wait_fraction": 0.25}
