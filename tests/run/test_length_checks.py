@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
+from dino_ds.run.announcement import MOST_KEPT, slow_teachers
 from dino_ds.run.from_recipe import check_lengths
 from tests.run.harness import TINY, image_folder, log_of, losses_of, train_alone
 
@@ -82,3 +85,18 @@ def test_an_end_that_lies_behind_is_refused(begun, resume):
     assert log_of(run) == before
     assert train_alone(root, run, max_steps=3, resume=resume) is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+
+
+def test_a_teacher_too_slow_for_its_run_is_named_with_a_momentum_that_is_not():
+    """By the weights that the start has in the average at the end; runs of trained weights are not asked."""
+    slow = load_recipe(None, TINY | {"teacher.momentum": "0.9999"})
+    (said,) = slow_teachers(slow, 500)
+    kept = math.prod(
+        slow.teacher.momentum + (1 - slow.teacher.momentum) * (1 - math.cos(math.pi * t / 500)) / 2 for t in range(500)
+    )
+    assert f"still be {kept:.0%} what it began as: lower teacher.momentum" in said and kept > MOST_KEPT
+    (advised,) = re.findall(r"\(here ([\d.]+) or less\)", said)
+    assert slow_teachers(load_recipe(None, TINY | {"teacher.momentum": advised}), 500) == []
+    assert (
+        slow_teachers(load_recipe(None, TINY | {"teacher.momentum": "0.9999", "model.init_from": "x.pth"}), 500) == []
+    )

@@ -82,20 +82,6 @@ def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
     assert all(loss < 50 for _, loss in records)
 
 
-def test_a_half_written_checkpoint_does_not_exist(tmp_path):
-    """Nor does an empty one; a missing `latest` is no start from nothing. What is left over goes."""
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    run_on_ranks(train_tiny, root, run, max_steps=2, world=1)
-    (run / "checkpoints/writing_step_00000003").mkdir()
-    (run / "checkpoints/step_00000009").mkdir()
-    (run / "checkpoints/latest").unlink()
-    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, world=1) == [None]
-    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
-    assert "note     checkpoint step 9 is incomplete: it has no manifest.json; using step 2" in log_of(run)
-    names = {path.name for path in (run / "checkpoints").iterdir()}
-    assert names == {"step_00000002", "step_00000003", "aside_step_00000009", "latest"}
-
-
 def test_from_the_checkpoint_of_a_step(tmp_path):
     """Later checkpoints are put aside, so that no other start takes the course that was left."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
