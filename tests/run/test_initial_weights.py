@@ -79,19 +79,11 @@ def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file
     assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model.width": "64"}, "another architecture: it has width 32, not 64; start with --model.width 32, or with"),
-        ({"model.depth": "3"}, "another architecture: it has depth 2, not 3; start with --model.depth 2, or with"),
-        ({"model.init_from": "/nowhere.pth"}, "/nowhere.pth does not exist"),
-    ],
-)
-def test_weights_that_do_not_fit_are_one_line(trained, tmp_path, changes, words):
-    changes = {"model.init_from": str(trained / "run"), **changes}
+def test_weights_that_do_not_fit_are_one_line(trained, tmp_path):
+    changes = {"model.init_from": str(trained / "run"), "model.width": "64"}
     (message,) = run_on_ranks(train_tiny, trained / "images", tmp_path / "run", changes=changes, world=1)
-    assert words in message and "\n" not in message
-    assert not (tmp_path / "run").exists()
+    assert "another architecture: it has width 32, not 64; start with --model.width 32, or with" in message
+    assert "\n" not in message and not (tmp_path / "run").exists()
 
 
 def _head_only_windows(stage, precision):
