@@ -1,4 +1,4 @@
-"""The recipe's section on evaluations during training, the best teacher and stopping without progress. No torch."""
+"""The recipe's section on evaluations during training and the best teacher. No torch."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
     ("changes", "says"),
     [
         ({"eval.keep_best": "foo"}, "'foo' is not one of auto, none, knn"),
-        ({"eval.stop_after": "5"}, "not a recipe key any more: it is None in every run; leave it out"),
+        ({"eval.stop_after": "5"}, "not a recipe key: it is None in every run now; leave it out"),
         ({"eval.keep_best": "val_loss"}, "needs held-out images"),
         ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
         ({"eval.val_root": "a", "data.source": "cifar10"}, "take val_share"),
