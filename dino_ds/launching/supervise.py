@@ -128,22 +128,22 @@ def run_once(argv: list[str], run_dir: Path, signals: list[int]) -> Outcome:
             break
         if signals:
             _ask_to_stop(launcher, heartbeats)
-    _end_all(signals, heartbeats)
+    _end_all(signals, launcher, heartbeats)
     code = launcher.wait()
     until = time.monotonic() + _OTHER_MACHINES_SECONDS * (len(signals) < 2)
     while any(not beat.ended for beat in heartbeats.read()) and time.monotonic() < until:
         time.sleep(_TICK_SECONDS)
-    if signals:  # the next start must not find the file of this one
-        Disk().run(partial((run_dir / "stop").unlink, missing_ok=True), None)
+    # The next start must not find the file of this one.
+    Disk().run(partial((run_dir / "stop").unlink, missing_ok=True), None)
     return _outcome(code, heartbeats, run_dir, signals)
 
 
 def _ask_to_stop(launcher: subprocess.Popen[bytes], heartbeats: Heartbeats) -> None:
-    """Ask all ranks, by RUN/stop, to save and stop; before the first step there is nothing to save.
+    """Ask all ranks, by RUN/stop, to save and stop at their next step; before they are there, end their launcher.
 
     DeepSpeed's launcher would signal its ranks one after the other, and kill them while they save.
     """
-    if any(beat.phase != "start" for beat in heartbeats.read()):
+    if heartbeats.read():
         Disk().run((heartbeats.folder.parent / "stop").touch, None)
     else:
         launcher.terminate()
@@ -159,11 +159,13 @@ def _processes() -> list[int]:
     return sorted(processes, reverse=True)
 
 
-def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
-    """Wait for the processes that the launcher has left; kill them after a while, or at a second signal."""
+def _end_all(signals: list[int], launcher: subprocess.Popen[bytes], heartbeats: Heartbeats) -> None:
+    """Ask the processes that the launcher has left to stop; kill them after a while, or at a second signal."""
     begin = time.monotonic()
     while remaining := _processes():
         at_work = any(not beat.ended for beat in heartbeats.read())
+        if at_work:
+            _ask_to_stop(launcher, heartbeats)
         end = begin + (_WITHOUT_LAUNCHER_SECONDS if at_work else _LAST_WORDS_SECONDS)
         if len(signals) > 1 or time.monotonic() > end:
             for pid in remaining:  # monitors before the ranks whose death they would report
