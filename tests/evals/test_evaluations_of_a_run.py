@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from dino_ds.evals.context import Settings
 from dino_ds.evals.features import ImageMemory
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
+from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
 from dino_ds.report.pictures import PeriodicPictures
 from dino_ds.run.run import Moment
@@ -257,7 +257,7 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
 
 @pytest.mark.slow
 def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+    monkeypatch.setattr(draw, "_has_sklearn", lambda: False)
     root = image_folder(tmp_path / "images")
     source = build_source("folder", str(root), "train", False)
     (root / "005.png").write_bytes(b"")
