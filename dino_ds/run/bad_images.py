@@ -21,6 +21,7 @@ _FILE = "bad_batches.jsonl"
 _MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
 _SHOWN = 5
 """Unreadable images that the screen names; log.txt names all."""
+_DEVIATIONS = 4.0
 _NO_CONTRAST = 1e-3
 """Largest range of a channel that counts as a single color, in standard deviations; an 8-bit level is 17 times this."""
 _GRID = 32
@@ -51,14 +52,14 @@ class ImageReports:
             seen.add(name)
             detail = len(seen) > _SHOWN
             self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", detail, name=name))
-        images, fraction = run.options.images, run.options.max_bad_fraction
-        limit = math.ceil(fraction * images)
+        drawn, fraction = run.images_drawn, run.options.max_bad_fraction
+        limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(seen) > limit:
             self._log.info(*self._saver.saving.finish())
             raise DataError(
-                f"{len(seen)} of {images} images are unreadable, data.max_bad_fraction {fraction:g} "
+                f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
                 f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or allow more "
-                f"(--data.max_bad_fraction {math.ceil(200 * len(seen) / images) / 100:g})"
+                f"(--data.max_bad_fraction {math.ceil(200 * len(seen) / run.options.images) / 100:g})"
             )
 
 
@@ -135,3 +136,17 @@ def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
     """Return the share () of a micro-batch from each source of a mixture, on the device; [] for a single source."""
     below = [indices.new_zeros(()), *((indices % max(ends.values()) < end).sum() for end in ends.values())]
     return [(now - before) / len(indices) for before, now in pairwise(below)]
+
+
+def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
+    """Return how many unreadable images are allowed among the first `sampled` different ones of `images`.
+
+    Images come in random order, so this is the expected number in data with exactly `fraction` of unreadable images,
+    plus 4 standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is
+    ceil(fraction * images) once all images were seen. Data twice as bad as allowed is detected after about 16 /
+    fraction images, a folder without readable images at once; one bad file among the first stops no run unless
+    `fraction` is 0.
+    """
+    sampled = min(sampled, images)
+    expected = fraction * sampled
+    return math.ceil(expected + _DEVIATIONS * math.sqrt(expected * (1 - sampled / images)))

@@ -29,6 +29,7 @@ from dino_ds.data.loader import Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
+from dino_ds.run.bad_images import allowed_bad_images
 from tests.fork_server import fork_server
 
 IMAGES, GLOBAL = 21, 8
@@ -398,3 +399,11 @@ def test_memory_that_runs_out_in_a_loader_is_no_unreadable_image(workers):
     with pytest.raises(MemoryError) as raised:
         batches(3, workers=workers, source=Exhausting())
     assert is_out_of_memory(raised.value)
+
+
+def test_the_whole_data_set_is_held_to_the_fraction_exactly():
+    assert allowed_bad_images(0.01, 1000, 1000) == allowed_bad_images(0.01, 5000, 1000) == 10
+    assert allowed_bad_images(0.01, 20, 20) == 1
+    assert allowed_bad_images(1.0, 20, 20) == 20
+    assert [allowed_bad_images(0.0, drawn, 1000) for drawn in (1, 500, 1000)] == [0, 0, 0]
+    assert min(allowed_bad_images(1e-4, drawn, 10**9) for drawn in (1, 8, 64, 512)) >= 1
