@@ -34,7 +34,7 @@ PAGES = {
 """In the order of the README, with how many commands of each run."""
 ELSEWHERE = re.compile(
     r"\b(RUN|ROOT|WEIGHTS|MODEL|FILE|vits16|vit_|rtx|dinov\d_|theirs|clusters:|wandb|trackio|bench|launch|profile"
-    r"|eval\.every)"
+    r"|eval\.(every|stop_after))"
     r"|[ '\"]/\w|\.pth|runs/(?!quickstart|mine|small)"
 )
 """What names files, cards or weights that are not here, or takes minutes."""

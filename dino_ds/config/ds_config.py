@@ -186,10 +186,8 @@ def _drop_fixed(raw: dict[str, Any]) -> list[str]:
     """Drop keys of earlier versions that are fixed now; returns a note on each that had another value."""
     notes = []
     for name, fixed in words_elsewhere("fixed_keys").items():
-        if not name.startswith("ds."):
-            continue
         section, _, key = name.removeprefix("ds.").rpartition(".")
-        value = str(raw.get(section, {}).pop(key, fixed)).lower()
+        value = str(raw.get(section, {}).pop(key, fixed) if name.startswith("ds.") else fixed).lower()
         if value != fixed:
             notes.append(f"{section}.{key} {value} is left out: it is {fixed} in every run")
     return notes

@@ -1,8 +1,9 @@
-"""The recipe's section on evaluations during training and the best teacher. No torch."""
+"""The recipe's section on evaluations during training, the best teacher and stopping without progress. No torch."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
@@ -93,6 +94,14 @@ def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] |
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 
 
+def _without_unit(value: object) -> object:
+    """The number in "5 evaluations"."""
+    return re.sub(r"\s*evaluations?\s*$", "", value) if isinstance(value, str) else value
+
+
+EvaluationCount = Annotated[Count | None, BeforeValidator(_without_unit)]
+
+
 class EvalSection(Section):
     every: LengthField = option(
         Length(5, "epochs"), "how often the teacher is evaluated; not in steps: ten times at least; 0 steps = never"
@@ -106,6 +115,9 @@ class EvalSection(Section):
     keep_best: KeepBest = option(
         "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto = knn if evaluated, else none"
     )
+    stop_after: EvaluationCount = option(
+        None, "evaluations without a better value of keep_best's metric after which the run ends; none = its length"
+    )
     val_root: PathText | None = option(None, "images of a held-out loss, as data.root, without labels")
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0,
@@ -114,7 +126,7 @@ class EvalSection(Section):
         learned=True,
     )
     pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")
-    refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share"}
+    refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share eval.stop_after"}
 
     @property
     def holds_out(self) -> bool:
@@ -143,4 +155,6 @@ def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
         wrong.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
     if evaluation not in (None, "knn") and section.evals == "auto":
         wrong.append(f"eval.keep_best {metric} needs --eval.evals {evaluation}: auto is knn alone")
+    if section.stop_after and metric == "none":
+        wrong.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
     return wrong

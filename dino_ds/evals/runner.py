@@ -147,11 +147,12 @@ class EvalRunner(AtStep):
             results, losses = (None, losses) if measured is None else (results, measured)
         if results is None:
             return False
-        self._track(moment, results, losses)
-        anew = {MEASURED_ANEW: 1} if self._anew and not moment.at_start else {}
+        stalled = self._track(moment, results, losses) | (
+            {MEASURED_ANEW: 1} if self._anew and not moment.at_start else {}
+        )
         self._anew = False
         if results or losses:
-            moment.log.write({"step": moment.step, **self.metrics(results), **losses, **anew})
+            moment.log.write({"step": moment.step, **self.metrics(results), **losses, **stalled})
         moment.log.info(*self.lines(results), *describe_losses(losses, moment.step))
         if distributed.rank() == 0:
             try:
@@ -160,16 +161,18 @@ class EvalRunner(AtStep):
                 moment.log.info(f"warning  {RESULTS} can't be written: {error}; training continues")
         return True
 
-    def _track(self, moment: Moment, results: Results, losses: dict[str, float]) -> None:
-        """Pass the newest value to the tracker of the best teacher."""
+    def _track(self, moment: Moment, results: Results, losses: dict[str, float]) -> dict[str, int]:
+        """Pass the newest value to the tracker of the best teacher; returns its metrics."""
         if self.best is None:
-            return
+            return {}
         if moment.at_start:
             self.best.begin()
         name = self.best.metric
         values = results.get(EVALUATION_OF.get(name, ""), {}).get("results", losses)
         value = self.knn.latest if name == "knn" and name in results else values.get(name)
-        self._improved = self.best.see(moment.step, value, moment.at_start)
+        due = moment.at_start or moment.step % self._every == 0
+        self._improved = self.best.see(moment.step, value, due, moment.at_start)
+        return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
 
     def missed(self, step: int, at_start: bool) -> bool:
         if self._anew or self.best is None:
@@ -178,6 +181,9 @@ class EvalRunner(AtStep):
 
     def improved(self) -> bool:
         return self._improved
+
+    def finished(self) -> str:
+        return self.best.finished if self.best is not None else ""
 
     def ending(self, run_dir: Path, cut: bool) -> list[str]:
         best = self.best.lines(best_step(run_dir)) if self.best is not None else []

@@ -16,14 +16,21 @@ _LEAST_EVALUATIONS = 10
 
 @dataclass
 class Best:
-    """The best value of `metric` so far, its `step`, and the value at the start of the run."""
+    """The best value of `metric` so far, its `step`, and the value at the start of the run.
+
+    patience: number of evaluations without progress after which the run ends, None for never. Only evaluations that
+    eval.every asks for count, also over restarts. Progress is a better value than at the last progress.
+    """
 
     metric: str
+    patience: int | None = None
     value: float | None = None
     step: int | None = None
     start: float | None = None
     start_step: int | None = None
     newest: float | None = None
+    reference: float | None = None
+    stalled: int = 0
     seen: int | None = None
     """Step of the newest evaluation, or None before the first one."""
     basis: str = ""
@@ -38,23 +45,28 @@ class Best:
         if metric == "auto":
             metric = "knn" if "knn" in names else "none"
         if metric == "none":
+            if section.stop_after:
+                raise ConfigError(
+                    "eval.stop_after needs a metric, and without labeled test images there is no k-NN: name images "
+                    "(--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
+                )
             return None
         if metric != VAL_LOSS and EVALUATION_OF[metric] not in names:
             raise ConfigError(
                 f"eval.keep_best {metric} needs labeled test images: name some (--eval.root FOLDER), or hold some out "
                 "(--eval.val_share 0.1, of class folders)"
             )
-        return Best(metric)
+        return Best(metric, section.stop_after)
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""
-        fresh = Best(self.metric, basis=self.basis, counts=self.counts)
+        fresh = Best(self.metric, self.patience, basis=self.basis, counts=self.counts)
         vars(self).update(vars(fresh))
 
-    def see(self, step: int, value: float | None, at_start: bool) -> bool:
+    def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
         """Record the value of an evaluation, None if it was not possible; returns whether it is the best so far.
 
-        at_start: whether the run has made no step yet.
+        due: whether eval.every asks for this evaluation. at_start: whether the run has made no step yet.
         """
         self.seen = step
         if value is None:
@@ -62,13 +74,30 @@ class Best:
         self.newest = value
         if at_start:
             self.start, self.start_step = value, step
+        if due:
+            self._count(value)
         better = math.isfinite(value) and (self.value is None or self._gain(value, self.value) > 0)
         if better:
             self.value, self.step = value, step
         return better
 
+    def _count(self, value: float) -> None:
+        gain = self._gain(value, self.reference) if self.reference is not None else math.inf
+        if math.isfinite(value) and gain > 0:
+            self.reference, self.stalled = value, 0
+        else:
+            self.stalled += 1
+
     def _gain(self, value: float, than: float) -> float:
         return than - value if self.metric == VAL_LOSS else value - than
+
+    @property
+    def finished(self) -> str:
+        """The reason to end the run, or "" to go on."""
+        if self.patience is None or self.stalled < self.patience:
+            return ""
+        best = f"{self.metric} {self._shown(self.reference)}"
+        return f"eval.stop_after: {self.stalled} evaluations have not bettered {best}"
 
     def lines(self, kept: int | None) -> list[str]:
         """Lines for the end of the run; kept: step of the best teacher in the run folder, if any."""
@@ -94,7 +123,7 @@ class Best:
         return "unknown" if value is None else short(value, 4)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "counts"}
+        return {name: value for name, value in vars(self).items() if name not in ("patience", "counts")}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
         """Restore what `state_dict` returned; returns a note if its values are not comparable, and drops them. None:

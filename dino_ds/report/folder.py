@@ -50,7 +50,7 @@ class Events:
 
     Attributes:
         newest: the last event of each kind.
-        ended: finished, ended (early, of an earlier version), stopped, failed or "".
+        ended: finished, ended (by eval.stop_after), stopped, failed or "".
         incidents: in the order of the file, at most 50 of a kind.
         counts: number of all incidents by kind.
     """

@@ -159,6 +159,7 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
     evaluations, picture = run.evaluations, _newest_picture(path / "pictures")
     return [
         f"done     step {run.step.applied_steps}{of}; the run is in {path}",
+        *(["ended    " + evaluations.finished()] if evaluations and evaluations.finished() else []),
         f"teacher  {path / 'teacher.safetensors'}; {how}",
         *(evaluations.ending(path, cut) if evaluations else []),
         *([f"picture  {picture}"] if picture else []),

@@ -44,7 +44,7 @@ class Loop:
         with closing(open_feed()) as feed:
             self._reports.begin()
             try:
-                while step.applied_steps < run.options.last_step:
+                while step.applied_steps < run.options.last_step and not self._finished():
                     self._micro_batch(feed)
             except NumericError:  # all ranks raise it
                 self._log.info(*self._saver.saving.finish())
@@ -61,6 +61,9 @@ class Loop:
             self._end_early()
         if run.evaluations.improved():
             self._log.info(*self._saver.save_best())
+
+    def _finished(self) -> bool:
+        return self._run.evaluations is not None and bool(self._run.evaluations.finished())
 
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
@@ -116,6 +119,7 @@ class Loop:
         evaluate = run.evaluations is not None and run.evaluations.due(done, last) and not stop
         if evaluate:
             stop = not self._run_if_due(run.evaluations, last) and not last
+        last = last or (evaluate and self._finished())
         if not stop:
             self._run_if_due(run.pictures, last)
         improved = evaluate and run.evaluations is not None and run.evaluations.improved()

@@ -57,6 +57,10 @@ class AtStep(Protocol):
         """Whether the newest result is the best so far: a checkpoint then keeps its weights."""
         return False
 
+    def finished(self) -> str:
+        """Why the run is finished before its last step, or ""."""
+        return ""
+
     def ending(self, run_dir: Path, cut: bool) -> list[str]:
         """Lines for the end of the run, the most important one last; cut: whether `--max_steps` has shortened it."""
         return []

@@ -17,6 +17,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best
+from dino_ds.report.folder import read_run
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
@@ -25,6 +26,7 @@ from tests.run.harness import (
     image_folder,
     log_of,
     losses_of,
+    read_manifest,
     read_metrics,
     train_tiny,
     whole_tensors,
@@ -95,6 +97,40 @@ def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
     assert best_of(run)["step"] == 0 and "best is the start" in log_of(run)
     assert "best     step 0: knn 50; newest 30; start 50 (best_teacher.safetensors)" in log_of(run)
     assert not (run / "checkpoints/step_00000000").exists()
+
+
+STOPS = {"eval.stop_after": "3 evaluations"}
+
+
+@pytest.fixture(scope="module")
+def stopped(root, tmp_path_factory):
+    """A run on two ranks that ends by itself after step 10: 69 and 60 are no progress from 70, nor is 50."""
+    run = tmp_path_factory.mktemp("best") / "stopped"
+    assert train(root, run, world=2, ds="zero2_bf16.json", changes=STOPS) is None
+    return run
+
+
+def test_a_run_without_progress_ends_as_finished(stopped):
+    """With its reason in the log, the newest teacher saved, and a report that calls it finished."""
+    log = log_of(stopped)
+    assert "done     step 10 of 12" in log and "ended    eval.stop_after: 3 evaluations have not bettered knn 70" in log
+    assert read_run(stopped).state == "finished" and (stopped / "checkpoints/step_00000010").is_dir()
+    stalled = {r["step"]: r["stalled_evaluations"] for r in read_metrics(stopped) if "stalled_evaluations" in r}
+    assert stalled == {0: 0, 2: 0, 4: 0, 6: 1, 8: 2, 10: 3}
+
+
+def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
+    """Cut at a step that is evaluated only because it was the last one: that does not count. Ended, it stays so."""
+    run, values = tmp_path / "run", VALUES | {7: 71.0, 11: 1.0}
+    for steps, resume in ((5, False), (7, True), (None, True)):
+        how = {"max_steps": steps, "resume": resume, "world": 2, "ds": "zero2_bf16.json", "changes": STOPS}
+        assert train(root, run, values | {5: 10.0}, **how) is None
+    assert best_of(run)["step"] == 7 and losses_of(run) == losses_of(stopped)
+    state = read_manifest(run, 10)["state"]
+    assert state["knn"]["best"]["stalled"] == 3 and state["kept"] == 7
+    how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
+    assert train(root, run, values, changes=STOPS, **how) is None
+    assert losses_of(run) == losses_of(stopped)
 
 
 WHOLE = MASKED | {
@@ -182,7 +218,7 @@ STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
     ("changes", "says"),
     [
         ({"eval.keep_best": "foo"}, "'foo' is not one of auto, none, knn"),
-        ({"eval.stop_after": "5"}, "not a recipe key: it is None in every run now; leave it out"),
+        ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
         ({"eval.keep_best": "val_loss"}, "needs held-out images"),
         ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
         ({"eval.val_root": "a", "data.source": "cifar10"}, "take val_share"),
@@ -196,13 +232,14 @@ def test_what_could_never_have_an_effect_is_refused(changes, says):
 
 
 def test_what_the_images_do_not_allow_leaves_no_run_folder(root, tmp_path):
-    changes = {"eval.every": "2 steps", "eval.val_share": "0.001"}
-    [said] = run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes, world=1)
-    assert "holds 0 out" in said and "\n" not in said and not (tmp_path / "run").exists()
+    every = {"eval.every": "2 steps"}
+    for more, says in (({"eval.stop_after": "5"}, "needs a metric"), ({"eval.val_share": "0.001"}, "holds 0 out")):
+        [said] = run_on_ranks(train_tiny, root, tmp_path / "run", changes=every | more, world=1)
+        assert says in said and "\n" not in said and not (tmp_path / "run").exists()
 
 
 def test_less_is_better_of_a_loss_and_nothing_of_what_is_not_a_number():
-    best = Best("val_loss")
-    seen = [best.see(i, value, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))]
+    best = Best("val_loss", patience=2)
+    seen = [best.see(i, value, True, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))]
     assert [i for i, better in enumerate(seen) if better] == [0, 2]
-    assert best.step == 2
+    assert (best.step, best.stalled, best.finished) == (2, 1, "")
