@@ -15,7 +15,7 @@ from typing import Any
 
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.basics.text_file import is_url, read_object
-from dino_ds.config.fields import PATH
+from dino_ds.config.fields import LEARNED_SECTIONS, PATH
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import differences, flatten, named_values, options_of
@@ -105,7 +105,9 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
-    return key in words_elsewhere("fixed_keys") or not _fact(key, "learned", not key.startswith("eval."))
+    if key in words_elsewhere("fixed_keys"):
+        return not key.startswith(LEARNED_SECTIONS)
+    return not _fact(key, "learned", not key.startswith("eval."))
 
 
 def _fact(key: str, name: str, default: Any) -> Any:

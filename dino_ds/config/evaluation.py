@@ -126,6 +126,7 @@ class EvalSection(Section):
         learned=True,
     )
     pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")
+    idle: ClassVar = {"eval.every 0": "eval.keep_best"}
     refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share eval.stop_after"}
 
     @property

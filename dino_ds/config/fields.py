@@ -28,11 +28,12 @@ def option(default: Any, description: str, **facts: Any) -> Any:
 class Section(BaseModel):
     """Settings that belong together: a section of a recipe or of a ds JSON.
 
-    refused: values such as "crops.mask none" -> the keys or sections that have no effect beside them, and are refused
-    where they are set. "a|b": either value, "!a": any other one; with commas: all of them.
+    Values such as "crops.mask none" -> the keys or sections that have no effect beside them: `idle` ones are noted,
+    `refused` ones are refused where they are set. "a|b": either value, "!a": any other one; with commas: all of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    idle: ClassVar[dict[str, str]] = {}
     refused: ClassVar[dict[str, str]] = {}
 
 
@@ -251,6 +252,8 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 
 
+LEARNED_SECTIONS = ("gram.", "model.", "optimizer.")
+"""Sections of keys of earlier versions whose values changed what is learned."""
 MAX_WORKERS = 16
 """Most loader processes of a rank, unless data.workers says otherwise."""
 PREFETCHED_BATCHES = 3

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, unquoted, words_elsewhere
+from dino_ds.config.fields import LEARNED_SECTIONS
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
@@ -23,6 +24,7 @@ from dino_ds.config.schema import (
     IdleKey,
     Option,
     flatten,
+    idle_keys,
     options_of,
     problem_lines,
 )
@@ -63,13 +65,13 @@ class _Settings:
         causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
         lines = [line for cause in causes for line in getattr(cause, "args", ())]
         keys = [line for line in lines if isinstance(line, IdleKey) and line.key in self.values]
-        idle = [line for line in keys if not self._is_users(line.key)]
+        idle = [line for line in keys if not self.is_users(line.key)]
         for line in idle:
             del self.values[line.key]
             self.notes.append(f"left out of the recipe: {line.why}")
         return bool(idle)
 
-    def _is_users(self, key: str) -> bool:
+    def is_users(self, key: str) -> bool:
         """Whether the command line or a file of the user's sets `key`, not a shipped recipe or the run before."""
         _, origin = self.values.get(key, (None, _RUN_BEFORE))
         return origin != _RUN_BEFORE and Path(origin).parent != RECIPES
@@ -86,13 +88,13 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
     """Load the recipe `config` with `overrides` (dotted key -> text, or a Python value).
 
     config: a shipped name, a YAML path, several of these with commas between them, of which later ones replace keys of
-    earlier ones, or None for the defaults. `notes` gets a line for each value that is left out. Raises ConfigError with
-    one line per problem.
+    earlier ones, or None for the defaults. `notes` gets a line for each value that is left out, and for each key
+    without effect that the user has set. Raises ConfigError with one line per problem.
     """
     settings = _collect(config, overrides)
     recipe = _validate(settings)
     if notes is not None:
-        notes += settings.notes
+        notes += [*settings.notes, *(line.why for line in idle_keys(recipe, "idle") if settings.is_users(line.key))]
     return recipe
 
 
@@ -206,7 +208,12 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Setting
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, settings)
         elif fixed := words_elsewhere("fixed_keys").get(name):
-            if unquoted(value) != fixed:
+            if unquoted(value) != fixed and name.startswith(LEARNED_SECTIONS):
+                settings.problems.append(
+                    f"{path}: {name} {unquoted(value)} is of an earlier version: it is {fixed} in every run now, and "
+                    "another value would learn something else; set it so, or leave it out"
+                )
+            elif unquoted(value) != fixed:
                 settings.notes.append(f"{name} {unquoted(value)} is left out: it is {fixed} in every run")
         else:
             settings.refuse(name, f"{path}: ")

@@ -113,6 +113,7 @@ class ModelSection(Section):
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how positions are resized; DINO's released weights need dino"
     )
+    idle: ClassVar = {"model.drop_path 0": "model.drop_path_growth model.stochastic_depth"}
     refused: ClassVar = {
         "model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers",
         "crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm",

@@ -112,7 +112,7 @@ class Recipe(Section):
         for check, names in checks.items():
             problems += [] if invalid & {*names} else check(*(getattr(self, name) for name in names))
         if not invalid:
-            problems += [*self._length_problems(), *idle_keys(self), *term_problems(self)]
+            problems += [*self._length_problems(), *idle_keys(self, "refused"), *term_problems(self)]
         if problems:
             raise ValueError(*problems)
         return self

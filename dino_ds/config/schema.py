@@ -168,12 +168,12 @@ def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + key, value
 
 
-def idle_keys(recipe: Section) -> list[IdleKey]:
-    """The keys of a recipe that are not at their defaults and have no effect beside others, by its sections' tables."""
+def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKey]:
+    """The keys of a recipe that are not at their defaults and have no effect beside others, by its sections' table."""
     values, options = dict(named_values(recipe)), options_of(type(recipe))
     idle: dict[str, IdleKey] = {}
     for _, section in recipe:
-        for case, names in getattr(section, "refused", {}).items():
+        for case, names in getattr(section, table, {}).items():
             others = dict(part.split(" ") for part in case.split(", "))
             if not all(_is_so(show_value(values[other]), words) for other, words in others.items()):
                 continue

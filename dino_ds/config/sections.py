@@ -146,6 +146,11 @@ class CropsSection(Section):
     resolutions: Resolutions = option(
         (), "sizes that each step draws from, for those of crops: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE"
     )
+    idle: ClassVar = {
+        "crops.num_local 0": "crops.local_size crops.local_scale",
+        "crops.resolutions !": "crops.local_size",
+        "crops.mask none": "crops.mask_share crops.mask_ratio",
+    }
     refused: ClassVar = {
         "crops.mask none": "crops.mask_hides",
         "objective.ibot_weight 0, objective.terms {}": "crops.mask",
@@ -231,6 +236,16 @@ class ObjectiveSection(Section):
     terms: ArgumentsField = option(
         "{}", 'loss terms of your own: {"NAME": {"spec": "module:Class", "weight": 0.1, ...}}'
     )
+    idle: ClassVar = {
+        "objective.dino_weight 0, objective.ibot_weight 0, teacher.distill none, objective.terms {}": (
+            "head.prototypes objective.teacher_temp objective.student_temp objective.centering "
+            "objective.freeze_prototypes objective.frozen_prototypes"
+        ),
+        "objective.teacher_temp_warmup 0": "objective.warmup_teacher_temp",
+        "objective.freeze_prototypes 0": "objective.frozen_prototypes",
+        "objective.koleo_weight 0": "objective.koleo_ranks",
+        "objective.ibot_weight 0": "objective.ibot_head",
+    }
     refused: ClassVar = {
         "objective.centering sinkhorn": "objective.center_momentum",
         "objective.dino_weight 0": "objective.dino_local_weight",
@@ -264,6 +279,7 @@ class OptimizerSection(Section):
     eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
     momentum: BelowOne = option(0.9, "of muon, sgd and lars")
     scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "of muon: length of its steps / AdamW's")
+    idle: ClassVar = {"optimizer.warmup 0": "optimizer.warmup_shape", "optimizer.schedule constant": "optimizer.min_lr"}
     refused: ClassVar = {
         "optimizer.kind adamw": "optimizer.momentum",
         "optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps",

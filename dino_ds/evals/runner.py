@@ -108,7 +108,7 @@ class EvalRunner(AtStep):
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
         unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
         runner._notes += [unread] * (settings.root is not None and not data.own_files)
-        runner._notes += [*problem, *note_on_shared(names, train, test, "eval.root")]
+        runner._notes += [*problem, *runner.knn.notes(), *note_on_shared(names, train, test, "eval.root")]
         return runner
 
     def _check(self, name: str) -> None:
@@ -119,6 +119,7 @@ class EvalRunner(AtStep):
             raise with_recipe_keys(name, error) from None
         if name == "knn":
             self.knn.chance = 100.0 / len(context.train_source.classes or ())
+            self.knn.images = len(context.test_indices)
             images = len(context.train_indices), len(context.test_indices)
             self._counts = [*self._settings.ks, self._settings.temperature, *images]
 

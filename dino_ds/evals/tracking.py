@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dino_ds.basics.digits import short
-from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection
+from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection, margin_of_chance
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 
 _LEAST_EVALUATIONS = 10
+_FEW_TEST_IMAGES = 400
+"""With fewer test images, chance changes the k-NN accuracy by 5 points or more."""
 
 
 @dataclass
@@ -143,10 +145,11 @@ class Best:
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
 
-    chance: accuracy of guessing; began_as: words for the network before training.
+    chance: accuracy of guessing; images: number of test images; began_as: words for the network before training.
     """
 
     chance: float = 0.0
+    images: int = 0
     began_as: str = "untrained network"
     raw: float | None = None
     untrained: float | None = None
@@ -160,6 +163,13 @@ class Knn:
         """Record the values of an evaluation."""
         self.step, self.latest, self.raw = step, latest, raw
         self.untrained = latest if step == 0 else self.untrained
+
+    def notes(self) -> list[str]:
+        """A note on how much chance changes the accuracy, if test images are few."""
+        if not 0 < self.images < _FEW_TEST_IMAGES:
+            return []
+        margin = margin_of_chance(self.images)
+        return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
 
     def metrics(self) -> dict[str, float]:
         assert self.latest is not None and self.raw is not None

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.names import did_you_mean
+from dino_ds.basics.names import did_you_mean, unquoted, words_elsewhere
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import changed_settings, check_settings, is_free, learned
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
@@ -46,6 +46,8 @@ def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: s
     of the checkpoint start at the folder `began_in`."""
     # A run that is older than an option did what the option's default does.
     before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
+    fixed = words_elsewhere("fixed_keys")
+    before = {key: value for key, value in before.items() if key not in fixed or unquoted(value) != fixed[key]}
     return changed_settings(before, _learned(recipe, config), began_in)
 
 

@@ -338,6 +338,22 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
 
 
 @pytest.mark.parametrize(
+    ("recipe", "changes", "said"),
+    [
+        ("vits16", {"optimizer.schedule": "constant", "optimizer.min_lr": "1e-7"}, "min_lr 1e-07 has no effect"),
+        ("vits16", {"crops.num_local": "0", "crops.local_size": "64"}, "has no effect with crops.num_local 0"),
+        ("small", {"objective.teacher_temp": "0.02"}, "teacher_temp 0.02 has no effect with objective.dino_weight 0"),
+        ("vits16", {"optimizer.warmup": "0 steps", "optimizer.warmup_shape": "cosine"}, "optimizer.warmup 0 steps"),
+    ],
+)
+def test_a_given_key_without_effect_is_said(recipe, changes, said):
+    notes: list[str] = []
+    load_recipe(recipe, changes, notes)
+    (note,) = notes
+    assert said in note
+
+
+@pytest.mark.parametrize(
     ("recipe", "changes", "keys"),
     [
         ("small", {"optimizer.kind": "adamw"}, ["optimizer.momentum 0.95 has no", "optimizer.scale 4 has no"]),
@@ -420,3 +436,12 @@ def test_replacements_are_counted_from_the_start():
     ours = Replacements(start=4, at_start=True, every=3, most=2)
     assert [step for step in range(20) if theirs.due(step)] == [3]
     assert [step for step in range(20) if ours.due(step)] == [4, 7, 10]
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("1.2", True), ("null", False)])
+def test_a_removed_key_that_was_learned_with_is_refused(value, is_refused, write):
+    """A recipe of an earlier version learns the same, or is refused; so does a run that is resumed."""
+    config = str(write(f"model:\n  rope_jitter: {value}\n"))
+    with pytest.raises(ConfigError, match="it is null in every run now") if is_refused else nullcontext():
+        load_recipe(config, {})
+    assert not is_free("model.rope_jitter") and is_free("max_bad_steps")

