@@ -26,7 +26,6 @@ from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
-from dino_ds.report import draw
 from dino_ds.report.pictures import PeriodicPictures
 from dino_ds.run.run import Moment
 from tests.run.harness import image_folder
