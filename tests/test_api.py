@@ -148,13 +148,13 @@ def test_an_error_of_a_callback_stops_and_saves(recipe, run, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(stop, "FORWARDED_SECONDS", 0.3)
+    monkeypatch.setattr(stop, "FORWARDED_SECONDS", 0.05)
 
     def press(step, metrics, times=1):
         if step == 1:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1 if times > 1 else 0)
+                time.sleep(0.1 if times > 1 else 0)
 
     given = {**recipe, "eval.every": "0 steps"}
     before = _state()

@@ -32,11 +32,20 @@ from dino_ds.options.model import EvalOptions
 from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.weights.load import load
 
+_OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
+_CONCERNS = {
+    **dict.fromkeys(("source", "root", "test_root", "images"), _OF_IMAGES),
+    **dict.fromkeys(("k", "temperature"), ("knn",)),
+    "workers": (*_OF_IMAGES, "oxford", "paris"),
+    "benchmark_root": BENCHMARKS,
+}
+"""Option -> the evaluations that it affects; options that are not listed affect all."""
+
 
 def run(options: EvalOptions) -> Result:
     """Run every evaluation of `evals`, on all ranks of the launcher; each result is written as soon as it is computed.
 
-    Raises ConfigError, DataError, CheckpointError.
+    If one fails, the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
     init_distributed()
@@ -44,6 +53,7 @@ def run(options: EvalOptions) -> Result:
         _check_places(options.model, options.out)
     for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
         preflight_eval(name, settings, lambda: (None, None))
+    _check_unused(options)
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -56,17 +66,32 @@ def run(options: EvalOptions) -> Result:
         value_range, notes = range_for(backbone, sources)
         context.note([*notes, *note_on_shared(of_images, *context.sources, "--test_root")])
         context.settings = replace(settings, value_range=value_range)
-    results = dict[str, Any]()
-    for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
-        results[name] = _timed(name, context, backbone.about, options)
-        with distributed.raise_on_all_ranks():
-            if distributed.rank() == 0:
-                _write({name: results[name]}, options.model, options.out)
+    results, failure = dict[str, Any](), None
+    try:
+        for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
+            results[name] = _timed(name, context, backbone.about, options)
+            with distributed.raise_on_all_ranks():
+                if distributed.rank() == 0:
+                    _write({name: results[name]}, options.model, options.out)
+    except BaseException as error:  # the results before a failed evaluation are kept
+        if not results:
+            raise
+        failure = error
     seconds, values = time.monotonic() - began, as_json(results)
     metrics = {metric: value for result in values.values() for metric, value in result["results"].items()}
     about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
     page = _page(results, context, backbone.source, seconds)
-    return Result({**about, "metrics": metrics, "results": values}, page, context.notes)
+    return Result({**about, "metrics": metrics, "results": values}, page, context.notes, error=failure)
+
+
+def _check_unused(options: EvalOptions) -> None:
+    """Raises ConfigError for an option that affects none of the chosen evaluations."""
+    for name, concerned in _CONCERNS.items():
+        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
+            raise ConfigError(
+                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
+                f"add one to --evals, or leave --{name} out"
+            )
 
 
 def _settings(options: EvalOptions) -> Settings:
@@ -98,7 +123,7 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"
-    train = recipe_images(recipe.data) if recipe else build_source(source, root, "train", False)
+    train = recipe_images(recipe.data, may_overlap=True) if recipe else build_source(source, root, "train", False)
     if (source == "folder" or ":" in source) and test_root is None:
         return train, None
     return train, build_source(source, test_root or root, "test", False)

@@ -66,18 +66,32 @@ class Heartbeats:
 
     def __init__(self, run_dir: Path, of_next_start: bool = False) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
-        self._failure_path = self.folder / "first_failure.json"
+        self._failure_path, self._before = self.folder / "first_failure.json", run_dir / "heartbeats.before"
         self.disk = Disk()
         # Its inode. The new start makes its folder while this one still exists, so the two inodes differ.
         self._old_folder = self.disk.run(lambda: self.folder.stat().st_ino, 0) if of_next_start else 0
 
     def prepare(self) -> None:
-        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError."""
+        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError.
+
+        The folder of an earlier start is kept until `forget_earlier` or `bring_back_earlier`.
+        """
         new = self._run_dir / "heartbeats.new"
-        discard(new)
+        for left_over in (new, self._before):
+            discard(left_over)
         new.mkdir(parents=True)
-        self.remove()
+        with contextlib.suppress(OSError):
+            self.folder.rename(self._before)
         new.rename(self.folder)
+
+    def forget_earlier(self) -> None:
+        discard(self._before)
+
+    def bring_back_earlier(self) -> None:
+        """Undo `prepare`, for a start that was refused."""
+        self.remove()
+        with contextlib.suppress(OSError):
+            self._before.rename(self.folder)
 
     def remove(self) -> None:
         """Remove the folder, even if a monitor writes into it at this moment."""

@@ -59,7 +59,7 @@ def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterat
 class FolderLock:
     """The lock of a run folder and the heartbeats of this start in it, held from the start's first moment to its end.
 
-    `notes` has a line if the last holder has died. A refused start takes an earlier run's heartbeats, no more.
+    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start.
     """
 
     def __init__(self, run_dir: Path, guards: Guards) -> None:
@@ -92,6 +92,8 @@ class FolderLock:
             else:
                 self._failures.settle(error)
             raise
+        if self._first:
+            self._heartbeats.forget_earlier()
 
     def _take(self) -> None:
         note = self._lock.acquire()
@@ -103,8 +105,10 @@ class FolderLock:
         self._prepared = True
 
     def _release(self) -> None:
-        if self._prepared and not (self._lock.guards_a_run and self._beat.listed):
+        if self._prepared and not self._lock.guards_a_run:
             self._heartbeats.remove()
+        elif self._prepared and not self._beat.listed:
+            self._heartbeats.bring_back_earlier()
         self._lock.release()
 
 

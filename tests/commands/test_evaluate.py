@@ -233,3 +233,34 @@ def test_bad_input_at_the_command_line(place, capsys):
         assert words in said[-1] and "error:" in said[-1], (words, said)
         assert not any("Traceback" in line for line in said)
     assert not (place / "evaluations.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("evals", "changes", "words"),
+    [
+        ("ridge", {"k": (3,)}, "--k changes nothing of ridge: it is for knn; add one to --evals, or leave"),
+        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, davis"),
+        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
+    clips(place / "data", names=("walk",), frames=3)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=words):
+        _run(place, evals, **changes)
+
+
+def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
+    """They may have taken hours, and a file of weights has no folder that keeps them."""
+    judge = evaluate.evaluate
+
+    def fail(name, context):
+        if name == "ridge":
+            raise DataError("the disk is gone")
+        return judge(name, context)
+
+    monkeypatch.setattr(evaluate, "evaluate", fail)
+    with pytest.raises(DataError, match="the disk is gone"):
+        _run(place, "knn,ridge")
+    assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
