@@ -127,7 +127,7 @@ class EncodedImage:
         channels: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files that Pillow reads have 3, or
             the number with alpha if that is wanted.
         deep: whether the file has more than 8 bits a channel.
-        format: Pillow's name.
+        format, mode: Pillow's names.
 
     Raises:
         UnreadableImage: the file is no image or too large; found before memory is taken.
@@ -154,7 +154,7 @@ class EncodedImage:
 
     def _open(self) -> None:
         image = self._image = open_file(self._data, self._wanted)
-        self.format = image.format or ""
+        self.mode, self.format = image.mode, image.format or ""
         orientation: Any
         if isinstance(image, Raster):
             self.deep, stored, orientation = image.deep, image.channels, image.orientation
