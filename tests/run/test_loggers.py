@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 
 import pytest
 
@@ -74,6 +75,7 @@ def test_offline_wandb_has_every_number_and_a_resume_goes_on(root, tmp_path, mon
     sections = _config(wandb={"enabled": "true", "project": "mine"})
     run = tmp_path / "run"
     assert train_tiny(root, run, max_steps=2, ds_changes=sections) is None
+    time.sleep(1.1)  # wandb names a folder by the second
     assert train_tiny(root, run, max_steps=4, resume=True, ds_changes=sections) is None
     assert sorted(_numbers(run)) == [1, 2, 3, 4]
     assert _wandb_history(run) == _numbers(run)
