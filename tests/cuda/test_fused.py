@@ -1,17 +1,25 @@
-"""Fused functions, compiled on a GPU, give what the operators of a CPU do."""
+"""Rehearsals count fused functions as Inductor makes them; on a GPU they give what the operators of a CPU do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dino_ds.method import centering
 from dino_ds.models import blocks, drop_path, prototypes, residual, rope
 from dino_ds.models.fused import why_not_fused
+from tests.cuda.inductor import code_of, kernels_in, on_an_h200
+from tests.fake_cuda import needs_fake_cuda
 
 K, ROWS, IMAGES, C = 131072, 512, 51, 256  # tiles of ViT-L/14: hidden patches, and images with 2 + 8 crops
 V, ONE = (K,), (1, ROWS, K)
@@ -45,6 +53,24 @@ CASES += [(drop_path._write_draws, (24, 10, 640), range(640)), (drop_path._scale
 CASES += IN_BLOCKS
 
 
+@needs_fake_cuda
+@pytest.mark.full
+def test_no_more_kernels_and_bytes_than_are_counted():
+    """1 %: sums of rows and parts of sums, which are not counted."""
+    for (function, *arguments), kernels in zip(CASES, on_an_h200(_kernels), strict=True):
+        counted = 0.0
+        for name, argument in zip(inspect.signature(function.function).parameters, arguments, strict=True):
+            shapes = argument if isinstance(argument, list) else [argument] if isinstance(argument, tuple) else []
+            counted += function.passes.get(name, 1) * 4 * sum(math.prod(shape) for shape in shapes)
+        assert 1 <= len(kernels) <= function.kernels, kernels
+        assert sum(size for _, size in kernels) <= 1.01 * counted, kernels
+
+
+def _kernels() -> list[list[tuple[str, int]]]:
+    """Name and bytes of the kernels of each case."""
+    return [_kernels_of(function.function, arguments, torch.float32, False) for function, *arguments in CASES]
+
+
 def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
     """An argument of a case: shapes of tensors, lists of the parts of attention, in memory as its kernels have them,
     ranges that are rows, or what is not a tensor."""
@@ -53,6 +79,46 @@ def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
     if isinstance(argument, range):
         return torch.arange(len(argument))
     return make(argument) if isinstance(argument, tuple) else argument
+
+
+def _larger(argument: Any) -> Any:
+    """The same for twice the sequences, of twice the tokens."""
+    if isinstance(argument, list):
+        return [_larger(one) for one in argument]
+    if isinstance(argument, range):
+        return range(4 * len(argument))
+    twice = {S: 2 * S, N: 2 * N, N - 5: 2 * N - 5, S * N: 4 * S * N}
+    return tuple(twice.get(n, n) for n in argument) if isinstance(argument, tuple) else argument
+
+
+def _kernels_of(
+    function: Callable[..., Any], arguments: Sequence[Any], dtype: torch.dtype, twice: bool
+) -> list[tuple[str, int]]:
+    """twice: those of the program for the second size."""
+    codes: list[str] = []
+    make = functools.partial(torch.empty, dtype=dtype)
+
+    def compile_it(graph: Any, _: Any) -> Callable[..., Any]:
+        codes.append(code_of(graph, backward=False, inference=True))
+        return graph.forward
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        return aot_module_simplified(
+            graph,
+            inputs,
+            fw_compiler=compile_it,
+            inference_compiler=compile_it,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+
+    torch._dynamo.reset()
+    with FakeTensorMode(), torch.no_grad():
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for size in ("first", "second") if twice else ("first",):
+            compiled(*[_made(_larger(one) if size == "second" else one, make) for one in arguments])
+    assert len(codes) == 1 + twice
+    return list(kernels_in(codes[-1]))
 
 
 @pytest.mark.gpu

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from dino_ds.basics.rehearsal import rehearsal
 from dino_ds.method.centering import SinkhornKnopp
 from dino_ds.models import fused as fused_module
 from dino_ds.models import logits as factored
-from dino_ds.models.fused import fuses, uncompiled
+from dino_ds.models import prototypes
+from dino_ds.models.fused import Fused, fuses, uncompiled
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 
@@ -56,6 +61,31 @@ def test_fused_is_the_same(case: str, kind: tuple[bool, bool, bool], tile: int, 
         found = _compared(case, *kind)
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_compiled_is_the_same_by_few_programs(monkeypatch: pytest.MonkeyPatch):
+    """Tiles of other numbers of images and batches of others share programs: one for the first number, one for all
+    others. Traced as on a GPU; a CPU's operators compute what Inductor's kernels would."""
+
+    @functools.cache
+    def traced(fused: Fused) -> Callable[..., object]:
+        return torch.compile(fused.function, backend="aot_eager")
+
+    monkeypatch.setattr(Fused, "_compiled", property(traced))
+    torch._dynamo.reset()
+    expected, found = [], []
+    for images in (9, 7, 8, 5):
+        monkeypatch.setattr(sys.modules[__name__], "IMAGES", images)
+        monkeypatch.setattr(prototypes, "fuses", lambda of: False)
+        expected.append(_compared("dino", True, False, False))
+        monkeypatch.setattr(prototypes, "fuses", lambda of: True)
+        monkeypatch.setitem(factored._TILE, "fused", 20 * 4 * K)
+        before = counters["stats"]["unique_graphs"]
+        found.append(_compared("dino", True, False, False))
+    assert counters["stats"]["unique_graphs"] == before  # the last one made none
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [(7, 30), (0, 5), (1,)])

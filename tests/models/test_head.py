@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from dino_ds.models import logits as factored
+from dino_ds.models import prototypes
 from dino_ds.models.head import DinoHead
 from dino_ds.models.logits import Comparison
-from tests.reference import as_logits
+from tests.reference import as_logits, product
 
 pytestmark = pytest.mark.numerical
 
@@ -20,6 +23,36 @@ def _head(learned_lengths=False):
 def _comparison():
     """A comparison with a target for each of six rows."""
     return Comparison(as_logits(torch.randn(6, 15)), torch.randn(15), temperature=0.5, student_temp=0.1)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("block", [4, 15, 16384])
+def test_equals_torch_s_weight_norm(block, learned, monkeypatch):
+    """Loss and gradient of the reference's last layer, whose weight_g is fixed at 1 or learned; in blocks or at once.
+
+    The logits multiplied out are the same, and differentiable as well.
+    """
+    monkeypatch.setitem(prototypes._BLOCK, "cpu", block)
+    monkeypatch.setattr(factored, "_CPU_BLOCK", block)
+    head, features, how = _head(learned), torch.randn(6, 12), _comparison()
+    last = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 15, bias=False))
+    lengths, directions = last.parametrizations.weight.original0, last.parametrizations.weight.original1
+    with torch.no_grad():
+        directions.copy_(head.prototypes.weight)
+        lengths.uniform_(0.5, 2) if learned else lengths.fill_(1)
+        if learned:
+            head.prototypes.lengths.copy_(lengths)
+    ours, theirs = features.clone().requires_grad_(), features.clone().requires_grad_()
+    logits = last(F.normalize(head.mlp(theirs), dim=-1))
+    torch.testing.assert_close(product(head(features)), logits)
+    targets = (how.teacher.rows / how.temperature + how.shift).softmax(dim=-1)
+    expected = F.cross_entropy(logits / how.student_temp, targets)
+    wanted = torch.autograd.grad(expected, [theirs, directions, *([lengths] if learned else [])])
+    loss = head(ours, how).loss
+    found = torch.autograd.grad(loss, [ours, *head.prototypes.parameters()])
+    torch.testing.assert_close(loss, expected)
+    for mine, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, reference)
 
 
 @pytest.mark.parametrize("learned", [False, True])
