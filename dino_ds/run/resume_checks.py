@@ -47,7 +47,7 @@ def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: s
     # A run that is older than an option did what the option's default does.
     before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
     fixed = words_elsewhere("fixed_keys")
-    before = {key: value for key, value in before.items() if key not in fixed or unquoted(value) != fixed[key]}
+    before = {key: value for key, value in before.items() if key not in fixed or unquoted(value).lower() != fixed[key]}
     return changed_settings(before, _learned(recipe, config), began_in)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -22,6 +23,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together
+from dino_ds.run.resume_checks import changed_since
 
 
 def _problems(config: str | None = None, **overrides: str) -> list[str]:
@@ -438,10 +440,18 @@ def test_replacements_are_counted_from_the_start():
     assert [step for step in range(20) if ours.due(step)] == [4, 7, 10]
 
 
-@pytest.mark.parametrize(("value", "is_refused"), [("1.2", True), ("null", False)])
-def test_a_removed_key_that_was_learned_with_is_refused(value, is_refused, write):
+@pytest.mark.parametrize(
+    ("key", "value", "is_refused"),
+    [("rope_jitter", 1.2, True), ("rope_jitter", None, False), ("rope_shift", None, False)],
+)
+def test_a_removed_key_that_was_learned_with_is_refused(key, value, is_refused, write):
     """A recipe of an earlier version learns the same, or is refused; so does a run that is resumed."""
-    config = str(write(f"model:\n  rope_jitter: {value}\n"))
+    config = write(f"model:\n  {key}: {'null' if value is None else value}\n")
     with pytest.raises(ConfigError, match="it is null in every run now") if is_refused else nullcontext():
         load_recipe(config, {})
-    assert not is_free("model.rope_jitter") and is_free("max_bad_steps")
+    recipe = load_recipe("quickstart_gram", {})
+    now = recipe.model_dump(mode="json")
+    before = now | {"model": now["model"] | {key: value}, "gram": now["gram"] | {"whole_batch": False}}
+    saved = SimpleNamespace(recipe=before, gradient_clipping=1.0)
+    changed = changed_since(saved, recipe, SimpleNamespace(clipping=1.0))
+    assert list(changed) == ([f"model.{key}"] if is_refused else [])
