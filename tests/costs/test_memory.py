@@ -86,14 +86,14 @@ ENGINES += [
     ),
 )
 def test_state_is_what_the_engine_holds(stage, precision, accumulation, kind, part, ranks):
-    """Within 2 %: DeepSpeed pads its shards, and there are the center and some counters."""
+    """Within 2 %, or 8 KiB where little is trained: DeepSpeed pads its shards, and there are center and counters."""
     if ranks == 1:
         init_distributed()
         found = [_held_by_an_engine(stage, precision, accumulation, kind, part)]
     else:
         found = run_on_ranks(_held_by_an_engine, stage, precision, accumulation, kind, part, world=ranks)
     for held, predicted in found:
-        assert predicted == pytest.approx(held, rel=0.02)
+        assert predicted == pytest.approx(held, rel=0.02, abs=8192)
 
 
 def peak_bytes(recipe, config) -> int:
