@@ -234,7 +234,7 @@ def _unknown(command: Command, name: str) -> str:
 
 
 def _answer_elsewhere(name: str, command: Command) -> str | None:
-    """What to use here in place of another program's option, or of one that dino_ds had; None for other words."""
+    """The text that says what to type for an option of another program or earlier version; None for other names."""
     word = name.replace("-", "_").lower()
     leaf = word.rpartition(".")[2]
     answers, same = words_elsewhere("options"), words_elsewhere("same_option")
