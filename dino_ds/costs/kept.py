@@ -10,37 +10,45 @@ from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter
 
 from dino_ds.basics.durable import cache_folder, replacing
+from dino_ds.basics.text_file import MAX_JSON_BYTES, read_bytes
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
 """Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
+_T = TypeVar("_T")
 _found: dict[str, Any] = {}
 
 
-def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> Any:
-    """The plain JSON that `make` returns, or returned before for the same `about` and code.
+def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
+    """The value of `type_` in the plain JSON that `make` returns, or returned before for the same `about` and code.
 
-    A file that is not JSON is replaced. If the folder can't be read or written, only time is lost.
+    A file that holds no such value is replaced. If the folder can't be read or written, only time is lost.
 
     Args:
         about: what the result depends on, as plain JSON.
+        type_: a type that pydantic checks, such as a dataclass.
         make: computes a result that is not in the cache.
         modules: names of other modules whose code `make` runs.
     """
     text = json.dumps([2, about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
+        value = TypeAdapter(type_)
         try:
-            _found[name] = json.loads((cache_folder() / "steps" / f"{name}.json").read_text(encoding="utf-8"))
+            content = read_bytes(cache_folder() / "steps" / f"{name}.json", MAX_JSON_BYTES)
+            _found[name] = value.validate_json(content, strict=True)
         except (*_UNUSABLE, ValueError):
-            _found[name] = make()
+            result = json.dumps(make())
             with suppress(*_UNUSABLE):
-                _write(cache_folder() / "steps" / f"{name}.json", _found[name])
-    return _found[name]
+                _write(cache_folder() / "steps" / f"{name}.json", result)
+            _found[name] = value.validate_json(result, strict=True)
+    return cast(_T, _found[name])
 
 
 def share() -> None:
@@ -50,10 +58,10 @@ def share() -> None:
     _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
 
 
-def _write(path: Path, result: Any) -> None:
+def _write(path: Path, result: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(result), encoding="utf-8")
+        temporary.write_text(result, encoding="utf-8")
     files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
     for old in files[:-_MOST_FILES]:
         old.unlink(missing_ok=True)

@@ -167,6 +167,7 @@ class _Rehearsal:
             step.micro_batch(window[0])
         prepared = [name for name in recorder.parts if name.startswith("teacher") or name == "targets"]
         return {
+            "images": self._images,
             "parts": {
                 name: {"flops": part.flops / (len(window) if name in prepared else 1), "moments": part.moments}
                 for name, part in recorder.parts.items()

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
+
+from pydantic import ConfigDict, with_config
 
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
@@ -42,6 +43,7 @@ _NUMBERS = "saved", "held", "crops"
 _SILENT_SECONDS = 3.0
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class PartCosts:
     """A part of a micro-batch.
@@ -54,6 +56,7 @@ class PartCosts:
     moments: Sequence[tuple[int, float]]
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class StepCosts:
     """The costs of one micro-batch of `images`.
@@ -75,6 +78,7 @@ class StepCosts:
     teachers: Mapping[str, int]
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class StudentFacts:
     """The student's weights.
@@ -109,15 +113,7 @@ def student_facts(recipe: Recipe) -> StudentFacts:
 
         return describe_student(recipe)
 
-    facts = kept({"student": _learned(recipe)}, make, _own_code(recipe))
-    return StudentFacts(
-        MappingProxyType(facts["sizes"]),
-        frozenset(facts["frozen"]),
-        frozenset(facts["cast"]),
-        tuple((kind, elements) for kind, elements in facts["groups"]),
-        tuple(facts["statistics"]),
-        facts["whole_step"],
-    )
+    return kept({"student": _learned(recipe)}, StudentFacts, make, _own_code(recipe))
 
 
 def count_parameters(recipe: Recipe) -> int:
@@ -191,9 +187,7 @@ def _rehearsed(
         "images": images,
         "on_gpu": on_gpu,
     }
-    costs = dict(kept(about, make, _own_code(recipe)))
-    costs["parts"] = {name: PartCosts(**part) for name, part in costs["parts"].items()}
-    return StepCosts(images=images, **costs)
+    return kept(about, StepCosts, make, _own_code(recipe))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from dino_ds.basics.text_file import is_url, opened
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import in_channels
-from dino_ds.data.listing import Labels, Listing, printable
+from dino_ds.data.listing import Contents, Labels, Listing, find_listing, printable
 from dino_ds.data.remote import FilePiece, Remote
 
 MAX_BYTES = 1 << 30
@@ -97,11 +97,17 @@ class ListedImages(EncodedImages):
     _opened: tuple[str, ...] = ("_names", "labels", "classes")
     """Attributes that `_open` sets from the listing."""
 
-    def __init__(self, listing: Listing) -> None:
-        self._open(listing)
+    def __init__(
+        self, kind: str, key: str, build: Callable[[], Contents], is_current: Callable[[Listing], bool] = lambda _: True
+    ) -> None:
+        def is_usable(listing: Listing) -> bool:
+            self._open(listing)  # raises for a list of another version
+            return is_current(listing)
+
+        self._open(find_listing(kind, key, is_usable, build))
 
     def _open(self, listing: Listing) -> None:
-        self._listing, self._names = listing, listing.texts("names")
+        self._listing, self._names, self.notes = listing, listing.texts("names"), listing.notes
         self.labels, self.classes = listing.labels, listing.classes
 
     def __len__(self) -> int:
@@ -114,8 +120,8 @@ class ListedImages(EncodedImages):
         return {name: value for name, value in vars(self).items() if name not in self._opened}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
         self._open(state["_listing"])
+        vars(self).update(state)
 
 
 class ListedFiles(ListedImages):

@@ -26,7 +26,6 @@ from dino_ds.data.listing import (
     Listing,
     Packer,
     Texts,
-    find_listing,
     is_hidden,
     label_arrays,
     printable,
@@ -60,8 +59,7 @@ class ImageFolder(ListedFiles):
         self._folder = str(folder)
         real = os.path.realpath(folder)
         key = f"{real}\n{EXTENSIONS}\n{_VERSION}"
-        super().__init__(find_listing("folder", key, lambda known: _is_current(real, known), lambda: _build(folder)))
-        self.notes: list[str] = self._listing.about.get("notes", [])
+        super().__init__("folder", key, lambda: _build(folder), lambda known: _is_current(real, known))
 
 
 class ListFile(ListedFiles):
@@ -79,10 +77,9 @@ class ListFile(ListedFiles):
             now = os.stat(listed) if text is None else None
             state = f"{now.st_size}\n{now.st_mtime_ns}" if now else hashlib.sha256(text or b"").hexdigest()
             key = f"{listed}\n{state}\n{_VERSION}"
-            super().__init__(find_listing("list", key, lambda known: True, lambda: _parse(listed, text)))
+            super().__init__("list", key, lambda: _parse(listed, text))
         except OSError as error:
             raise DataError(f"{printable(listed)} cannot be read: {error.strerror or error}") from None
-        self.notes: list[str] = self._listing.about.get("notes", [])
         self.elsewhere = bool(self._listing.about.get("elsewhere"))
         if not len(self):
             raise DataError(f"{printable(listed)} lists no images: {(*self.notes, 'it has no path in a line')[0]}")

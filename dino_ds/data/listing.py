@@ -13,8 +13,9 @@ import os
 import tempfile
 import time
 import uuid
+import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,7 +28,7 @@ from safetensors.numpy import save_file
 from dino_ds.basics.durable import cache_folder, replacing
 from dino_ds.errors import DataError
 
-_FORMAT = 1
+_FORMAT = 2
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
@@ -158,6 +159,7 @@ class Listing:
         if int(plain["format"]) != _FORMAT:
             raise ValueError(f"{path} is of another version")
         self.about: dict[str, Any] = json.loads(plain["about"])
+        self._checksums: dict[str, int] = json.loads(plain["checksums"])
         whole = np.memmap(path, np.uint8, "r")[8 + head :]
         if len(whole) != max(entry["data_offsets"][1] for entry in header.values()):
             raise ValueError(f"{path} is cut off")
@@ -171,6 +173,14 @@ class Listing:
 
     def texts(self, name: str) -> Texts:
         return Texts(self.arrays[f"{name}.bytes"], self.arrays[f"{name}.ends"])
+
+    def is_intact(self) -> bool:
+        """Whether all arrays are as they were written."""
+        return _checksums(self.arrays) == self._checksums
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.about.get("notes", [])]
 
     @property
     def labels(self) -> Labels | None:
@@ -211,10 +221,15 @@ def save_listing(path: Path, contents: Contents) -> Listing:
     try:
         arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
         with replacing(path) as part:
-            save_file(arrays, part, {"format": str(_FORMAT), "about": json.dumps(contents.about)})
+            about = {"about": json.dumps(contents.about), "checksums": json.dumps(_checksums(arrays))}
+            save_file(arrays, part, {"format": str(_FORMAT), **about})
     except Exception as error:  # safetensors has its own error for a full disk
         raise OSError(str(error)) from error
     return Listing(path)
+
+
+def _checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    return {name: zlib.crc32(values.data) for name, values in arrays.items()}
 
 
 def printable(text: str) -> str:
@@ -234,9 +249,10 @@ def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]
     for path in _newest_first(folder, stem):
         try:
             listing = Listing(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            usable = is_current(listing) and listing.is_intact()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue  # of another version, or damaged: it will be replaced
-        if is_current(listing):
+        if usable:
             with suppress(OSError):  # another user's cache, read-only here
                 os.utime(path)
             return listing
@@ -254,7 +270,8 @@ def _newest_first(folder: Path, stem: str) -> list[Path]:
 def _prune(folder: Path, stem: str) -> None:
     for path in _newest_first(folder, stem)[_KEPT:]:
         if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
 
 @contextmanager

@@ -62,7 +62,8 @@ class RemoteCache:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             with open(self._counter, "a+b") as counter:
                 fcntl.flock(counter, fcntl.LOCK_EX)
-                entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".part")]
+                parts = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".part")]
+                entries = [entry for entry in parts if entry.is_file()]
                 used = {entry: 512 * entry.stat().st_blocks for entry in entries}
                 total, ahead = sum(used.values()), needed - sum(used[one] for one in entries if one.name in ours)
                 for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):

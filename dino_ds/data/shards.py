@@ -19,7 +19,7 @@ from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
 from dino_ds.data.formats import EXTENSIONS, note_left_out
-from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
+from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
 from dino_ds.data.remote_file import open_remote
 from dino_ds.data.tar_members import IndexedMembers, Members, size_and_time
@@ -57,8 +57,7 @@ class TarShards(ListedImages):
         index = _find_index(shards) if self.elsewhere and kind is None else None
         build = functools.partial(_index, shards, kind, index)
         key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION), *map(str, index or ())))
-        super().__init__(find_listing("shards", key, _is_current, build))
-        self.notes: list[str] = [*self._listing.about["notes"]]
+        super().__init__("shards", key, build, _is_current)
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
             raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")

@@ -101,17 +101,6 @@ def test_a_source_travels_as_a_path_and_outlives_a_new_listing(cache, tmp_path):
     assert copy.labels == source.labels and copy.classes == ["c0", "c1"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
-def test_a_damaged_cache_is_rebuilt(cache, tmp_path, scans, damage):
-    root = tree(tmp_path / "images", "a.png", "b.png")
-    ImageFolder(str(root))
-    (kept,) = cache.glob("*.safetensors")
-    whole = kept.read_bytes()
-    kept.write_bytes({"cut": whole[:-9], "text": b"not a listing, but long enough", "empty": b""}[damage])
-    assert members(ImageFolder(str(root))) == ["a.png", "b.png"]
-    assert len(scans) == 2
-
-
 def test_without_a_writable_cache_the_list_is_temporary(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "file/cache"))
