@@ -187,7 +187,7 @@ def plan(
 def __getattr__(name: str) -> Callable[..., Any]:
     """The function of any other command, such as `look_data` and `bench_step`: its keywords are the command's options,
     its positional arguments the words without a name; it returns what the command prints with --json."""
-    command = next((c for c in COMMANDS.values() if re.sub(r"[- ]", "_", c.name) == name and not c.takes_train), None)
+    command = next((c for c in COMMANDS.values() if re.sub(r"[- ]", "_", c.name) == name), None)
     if command is None:
         raise AttributeError(f"module 'dino_ds' has no attribute {name!r}")
 

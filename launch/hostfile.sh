@@ -8,5 +8,7 @@ RECIPE=vits16                         # dino_ds/recipes, or your YAML file
 DS_CONFIG=ds_configs/zero2_bf16.json
 
 cd "$(dirname "$0")/.." || exit 1
-exec dino-ds launch --hostfile "$HOSTFILE" --max_restarts 3 -- \
+dino-ds doctor --hostfile "$HOSTFILE" --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" ||
+    exit
+exec deepspeed --hostfile "$HOSTFILE" --force_multi dino_ds/train.py \
     --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@"

@@ -7,5 +7,5 @@ RUN=runs/mine  # checkpoints, metrics, teacher
 RECIPE=vits16  # dino_ds/recipes, or your YAML file
 
 cd "$(dirname "$0")/.." || exit 1
-exec dino-ds launch --ranks 1 --max_restarts 3 -- \
+exec torchrun --standalone --nproc_per_node 1 --max_restarts 3 dino_ds/train.py \
     --config "$RECIPE" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@"

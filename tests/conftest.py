@@ -20,7 +20,6 @@ STARTS_RANKS = {
     ("tests.ranks", "run_on_ranks"),
     ("tests.faults.jobs", "start"),
     ("tests.engine.harness", "build_step"),
-    ("tests.launching.cluster", "dino_ds"),
 }
 NOT_FAST = ("ranks", "slow", "faults", "full", "gpu")
 TAKEN = os.environ.get("DINO_DS_TESTS_TAKEN", "")

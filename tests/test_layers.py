@@ -35,7 +35,7 @@ UPPER = [
     {"evals"},
     {"planning.measure"},
     {"report", "planning"},
-    {"commands", "launching", "examples"},
+    {"commands", "examples"},
     {"cli"},
     {"__main__", "api"},
 ]

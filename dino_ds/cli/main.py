@@ -37,6 +37,7 @@ from dino_ds.errors import (
     lines_for_people,
     one_line,
 )
+from dino_ds.health.processes import starters
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command, Result
@@ -129,6 +130,7 @@ def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     if command is TRAIN:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
+        starters()  # now, before they may end
     options, files = read(command, flags)
     if isinstance(model := getattr(options, "model", None), str):
         check_model_path(model)

@@ -35,7 +35,7 @@ def check_ranks(environment: Mapping[str, str]) -> None:
 
 def _wrong(problem: str) -> ConfigError:
     return ConfigError(
-        f"{problem}: start the ranks with deepspeed, torchrun or dino-ds launch, which set {', '.join(_NEEDED)}",
+        f"{problem}: start the ranks with deepspeed or torchrun, which set {', '.join(_NEEDED)}",
         said_by_me=True,  # the other ranks may not know of it
     )
 

@@ -19,7 +19,7 @@ from dino_ds.errors import STOP_SIGNALS
 from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
-from dino_ds.health.processes import RankProcess, Standstill, death_of, launchers_of
+from dino_ds.health.processes import Process, RankProcess, Standstill, death_of, send_signal
 from dino_ds.health.records import (
     Failure,
     Heartbeat,
@@ -37,7 +37,8 @@ PEER_LOST = 6
 
 
 class MonitorArguments(NamedTuple):
-    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks."""
+    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks.
+    starters: pid and ticks of the processes that the rank must not outlive."""
 
     rank: int
     world_size: int
@@ -47,6 +48,7 @@ class MonitorArguments(NamedTuple):
     started: float
     beat: int
     stacks: int
+    starters: list[list[int]]
 
 
 class SharedFolder:
@@ -93,7 +95,7 @@ class MonitorProcess:
         self._beat = Beat.shared(arguments.beat)
         self._standstill = Standstill(self._beat)
         self._rank = RankProcess(arguments.pid, self._beat, arguments.stacks)
-        self._launchers = launchers_of(dict(os.environ), arguments.pid)
+        self._starters = [Process(*starter) for starter in arguments.starters]
         self._folder = SharedFolder(arguments, self._beat)
         self._terminal = Disk()  # the output may be a file on a disk that does not answer
 
@@ -109,8 +111,8 @@ class MonitorProcess:
             if self._beat.listed and now - published >= PUBLISH_SECONDS:
                 published = now
                 self._folder.exchange(self._heartbeat())
-            if not all(launcher.alive for launcher in self._launchers):
-                self._beat.request_stop("the end of the launcher")
+            if not all(starter.alive for starter in self._starters):
+                self._follow_launcher()
             if self._folder.taken_over:
                 self._end_rank()
                 self._say(self._folder.taken_over)
@@ -119,6 +121,13 @@ class MonitorProcess:
             elif self._hangs():
                 self._handle_hang()
         self._after_the_end()
+
+    def _follow_launcher(self) -> None:
+        """Ask the rank to stop; by a signal if it is not at work yet, and would read the request after its start."""
+        self._starters = []
+        self._beat.request_stop("the end of the launcher")
+        if self._beat.phase == "start":
+            send_signal(self._rank.pid, signal.SIGTERM)
 
     def _follow(self, failure: Failure) -> None:
         """End the rank after the failure of another one, unless it ends in time by itself."""

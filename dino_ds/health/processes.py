@@ -1,12 +1,15 @@
-"""Processes of this machine: a rank as its monitor sees it, its launchers, whether a process is still the same one."""
+"""Processes of this machine: a rank as its monitor sees it, what has started it, whether a process still runs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import select
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,14 +17,15 @@ import psutil
 
 from dino_ds.health.beat import Beat
 
-SUPERVISOR = "DINO_DS_SUPERVISOR"
-"""Environment variable of all processes of a run: names the `dino-ds launch` process that started them."""
 PATIENCE = 3
 """Factor on `hang_seconds` for start-up, the first step, saves and evaluations."""
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
 _STACKS_SECONDS = 2.0
-_SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "su", "sudo", "sshd", "screen", "tmux: server")
+_SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh")
+_SSHD = ("sshd", "sshd-session")
+_LEAVES_JOBS = (*_SHELLS, *_SSHD, "su", "sudo", "screen", "tmux: server")
+"""Programs that may end and leave running what they have started."""
 
 
 class Process(NamedTuple):
@@ -37,6 +41,10 @@ class Process(NamedTuple):
         return bool(fields) and int(fields[19]) == self.ticks and fields[0] not in "ZX"
 
 
+_NOBODY = Process(0, -1)
+"""A process that has ended."""
+
+
 def find_process(pid: int) -> Process:
     """The process of this pid, with 0 ticks if there is none."""
     fields = _stat(pid)
@@ -48,11 +56,6 @@ def send_signal(pid: int, *signals: int) -> None:
     for number in signals:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def own_mark() -> str:
-    """The value of SUPERVISOR for processes that this one starts."""
-    return "{}.{}".format(*find_process(os.getpid()))
 
 
 def _stat(pid: int) -> list[str]:
@@ -82,24 +85,58 @@ def death_of(pid: int) -> str:
     if len(fields) <= 49:
         return ""
     code = os.waitstatus_to_exitcode(int(fields[49]))
-    return death_by(-code) if code < 0 else f"with exit code {code}"
+    if code >= 0:
+        return f"with exit code {code}"
+    known = -code in set(signal.Signals)  # real-time signals have no names
+    return f"by {signal.Signals(-code).name}" if known else f"by signal {-code}"
 
 
-def death_by(number: int) -> str:
-    """The text of `death_of` for a signal; real-time signals have no names."""
-    return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"by signal {number}"
+@functools.cache
+def starters() -> tuple[Process, ...]:
+    """The processes that this rank must not outlive, found at the first call, which comes before slow imports.
 
-
-def launchers_of(environment: dict[str, str], pid: int) -> list[Process]:
-    """Processes that rank `pid`, with this environment, must not outlive: its parent, unless that is a shell, which may
-    end and leave its jobs running, and the supervisor."""
-    launchers: list[Process] = []
+    They are its parent, unless that may leave jobs running, and what started a parent that is DeepSpeed's launch.py:
+    `deepspeed`, which dies of a signal without handing it on, or the session of ssh on another machine.
+    """
+    above: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
-        parent = psutil.Process(pid).parent()
-        if parent is not None and parent.pid != 1 and "RANK" in environment and parent.name() not in _SHELLS:
-            launchers.append(find_process(parent.pid))
-    supervisor = [int(part) for part in environment.get(SUPERVISOR, "").split(".") if part.isdecimal()]
-    return [*launchers, Process(*supervisor)] if len(supervisor) == 2 else launchers
+        parent = psutil.Process().parent()
+        if "RANK" in os.environ and parent is not None and parent.pid != 1 and parent.name() not in _LEAVES_JOBS:
+            above.append(parent)
+            if "deepspeed.launcher.launch" in parent.cmdline():
+                if _is_orphan(parent):
+                    return (_NOBODY,)
+                above += [*_started_launch(parent), *_pdsh_of(parent)]
+    return tuple(find_process(process.pid) for process in above)
+
+
+def _is_orphan(process: psutil.Process) -> bool:
+    """Whether another process has adopted this one: it is in the session of its first parent, or began its own."""
+    session = os.getsid(process.pid)
+    return session != process.pid and os.getsid(process.ppid()) != session
+
+
+def _started_launch(launch: psutil.Process) -> list[psutil.Process]:
+    """`deepspeed`; or the remote shell and the session of ssh, but not a person's, which has a terminal."""
+    above = launch.parents()
+    if above[0].name() not in _LEAVES_JOBS:
+        return above[:1]
+    remote = [*itertools.takewhile(lambda process: process.name() in _SHELLS, above)]
+    session = above[len(remote)] if len(remote) < len(above) else None
+    if session is None or session.name() not in _SSHD or launch.terminal():
+        return []
+    return [*remote, session]
+
+
+def _pdsh_of(launch: psutil.Process) -> Iterator[psutil.Process]:
+    """The pdsh and the `deepspeed` that started `launch` through ssh, if they are on this machine."""
+    options = ("--world_info=", "--master_addr=", "--master_port=")
+    marks = {word for word in launch.cmdline() if word.startswith(options)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "pdsh" and marks <= set(process.cmdline()):
+                yield process
+                yield from process.parents()[:1]
 
 
 class Standstill:

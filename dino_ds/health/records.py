@@ -1,6 +1,6 @@
 """RUN/heartbeats: where every rank is, how it ended, and which failure was the first.
 
-Written by the monitor processes; read by them, by ranks that have lost a peer, and by the supervisor of a run.
+Written by the monitor processes; read by them, and by ranks that have lost a peer.
 """
 
 from __future__ import annotations
@@ -61,15 +61,12 @@ class Heartbeats:
     """The files of RUN/heartbeats, a new folder for each start of a run.
 
     Reading and writing never raise for files that a dying run leaves behind, and wait for the disk for a limited time.
-    of_next_start: whether to ignore the files that exist now, which are of an earlier start.
     """
 
-    def __init__(self, run_dir: Path, of_next_start: bool = False) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
         self._failure_path, self._before = self.folder / "first_failure.json", run_dir / "heartbeats.before"
         self.disk = Disk()
-        # Its inode. The new start makes its folder while this one still exists, so the two inodes differ.
-        self._old_folder = self.disk.run(lambda: self.folder.stat().st_ino, 0) if of_next_start else 0
 
     def prepare(self) -> None:
         """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError.
@@ -118,14 +115,11 @@ class Heartbeats:
 
     def _read(self) -> list[Heartbeat]:
         heartbeats: list[Heartbeat] = []
-        for path in sorted(self.folder.glob("rank_*.json")) if self._is_new() else []:
+        for path in sorted(self.folder.glob("rank_*.json")):
             with contextlib.suppress(*_UNREADABLE):
                 values = json.loads(path.read_text())  # of earlier versions, with more keys
                 heartbeats.append(Heartbeat(**{name: values[name] for name in _HEARTBEAT}))
         return heartbeats
-
-    def _is_new(self) -> bool:
-        return not self._old_folder or self.folder.stat().st_ino != self._old_folder
 
     def claim(self, failure: Failure) -> bool | None:
         """Record `failure` if it is the first of this run; returns whether it is, so that this rank reports it, or None
@@ -148,7 +142,7 @@ class Heartbeats:
 
         def read() -> Failure | None:
             with contextlib.suppress(*_UNREADABLE):
-                return Failure(**json.loads(self._failure_path.read_text())) if self._is_new() else None
+                return Failure(**json.loads(self._failure_path.read_text()))
             return None
 
         return self.disk.run(read, None)

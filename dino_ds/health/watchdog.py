@@ -23,7 +23,7 @@ from dino_ds.basics.ranges import tell
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
 from dino_ds.health.monitor import MonitorArguments
-from dino_ds.health.processes import END_SIGNAL, PATIENCE, STACKS_SIGNAL
+from dino_ds.health.processes import END_SIGNAL, PATIENCE, STACKS_SIGNAL, starters
 from dino_ds.health.records import Failure, Heartbeats, last_checkpoint
 
 _EXIT_SECONDS = 10.0
@@ -52,7 +52,8 @@ class Watchdog:
         self.beat = Beat.shared()
         self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
         job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
-        self._arguments = MonitorArguments(*job, beat=self.beat.descriptor, stacks=self._stacks.fileno())
+        fds = self.beat.descriptor, self._stacks.fileno()
+        self._arguments = MonitorArguments(*job, *fds, starters=[[*starter] for starter in starters()])
         self._c = ctypes.CDLL(None)
         self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 

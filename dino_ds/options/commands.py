@@ -65,25 +65,22 @@ class ShardOptions:
     json: Json = False
 
 
-@command("launch", "dino_ds.launching.launch:run", "cluster", takes_train=True, loads_torch=False)
-class LaunchOptions:
-    """check the machines, then start `train` on all of them: -- TRAIN OPTIONS"""
-
-    hostfile: str | None = option(None, "the machines, a line each: NAME slots=N", shown="this machine alone")
-    ranks: Count | None = option(None, "without a hostfile: processes", shown="one a GPU, or 1")
-    master_addr: str | None = option(None, "with a hostfile: where the ranks meet", shown="the first machine")
-    master_port: Count | None = option(None, "port of that machine", shown="29500; on one machine a free one")
-    max_restarts: Amount = option(
-        0, "start again from the last checkpoint after a death, a hang, a bug or a full disk, up to N times"
-    )
-    dry_run: bool = option(False, "check, show the command, and start nothing")
-
-
-@command("doctor", "dino_ds.planning.doctor:run", "train", takes_recipe=True, takes_ds=True, loads_torch=False)
+@command(
+    "doctor",
+    "dino_ds.planning.doctor:run",
+    "train",
+    takes_recipe=True,
+    takes_config=True,
+    takes_ds=True,
+    loads_torch=False,
+)
 class DoctorOptions:
     """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
     run_dir: str = option("runs", "folder that runs go to")
+    hostfile: str | None = option(
+        None, "also the machines of this file, over ssh: a line each, NAME slots=N", shown="this machine alone"
+    )
     json: Json = False
 
 

@@ -5,7 +5,6 @@ fire runs a command before it complains about a bad flag: after a typo, a run wo
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from dino_ds.config.ds_schema import is_key, key_names
 from dino_ds.config.loading import key_elsewhere
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
-from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 
 ALIASES = {"deepspeed_config": "ds_config"}
@@ -28,22 +26,15 @@ ALIASES = {"deepspeed_config": "ds_config"}
 @dataclass
 class Flags:
     """The options of a call: the command's own, converted, and overrides of the recipe and the ds JSON by dotted key,
-    as text from a command line or as Python values.
-
-    train_words, train: the words after "--" for a command that takes `train`'s options, and the same words parsed.
-    """
+    as text from a command line or as Python values."""
 
     fixed: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     ds: dict[str, Any] = field(default_factory=dict)
-    train_words: tuple[str, ...] = ()
-    train: Flags | None = None
 
 
 def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     """Read the words after the command's name. Raises ConfigError with one line per problem."""
-    if command.takes_train:
-        return _parse_both(command, list(argv))
     flags, problems = Flags(), list[str]()
     for name, value in _pairs(command, list(argv), problems):
         _store(command, flags, name, value, problems)
@@ -117,21 +108,6 @@ def check_required(command: Command, flags: Flags) -> None:
             words = f"dino-ds {command.name} {' '.join(command.bare).upper()}"
             how = words if option.fact("bare") else f"--{option.name} X"
             raise ConfigError(f"no {option.name} is given: {how}, {meaning(option)}")
-
-
-def _parse_both(command: Command, words: list[str]) -> Flags:
-    """Read the words of the command itself, "--", and the words of `train`."""
-    end = words.index("--") if "--" in words else len(words)
-    parts: list[Flags] = []
-    problems: list[str] = []
-    for part, part_words in ((dataclasses.replace(command, takes_train=False), words[:end]), (TRAIN, words[end + 1 :])):
-        try:
-            parts.append(parse_flags(part, part_words))
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return dataclasses.replace(parts[0], train_words=tuple(words[end + 1 :]), train=parts[1])
 
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from dino_ds.options.definition import Command, meaning
 _EXAMPLES = """\
 examples
   dino-ds train --config quickstart
-  dino-ds launch --ranks 4 -- --ds_config ds_configs/zero2_fp16.json --data.root /images
-  torchrun --nproc_per_node 2 dino_ds/train.py --config cifar10 --data.root data --data.download true
+  deepspeed --num_gpus 4 --module dino_ds.train --ds_config zero2_fp16 --data.root /images
+  torchrun --nproc_per_node 2 -m dino_ds.train --config cifar10 --data.root data --data.download true
   dino-ds train --config vitb16 --data.root /images --optimizer.lr 5e-4 --ds.gradient_clipping 0.3
 """
 
@@ -127,9 +127,8 @@ def _head(command: Command, *recipes: str) -> list[str]:
     """Return usage and summary; for `train` also recipes by purpose, from the given sections of elsewhere.yaml."""
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
-    train = " -- TRAIN OPTIONS" if command.takes_train else ""
     bare = "".join(f" {name.upper()}" for name in command.bare)
-    parts = [f"usage: dino-ds {command.name}{bare}{ds}{recipe}{train}"]
+    parts = [f"usage: dino-ds {command.name}{bare}{ds}{recipe}"]
     if command is not TRAIN:
         return [*parts, "", command.summary, ""]
     parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")

@@ -68,10 +68,8 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if flags.train is not None:
-        train_options, train_files = read(TRAIN, flags.train)
-        files["train_words"] = flags.train_words
-        files["train"] = {"options": train_options, **train_files}
+    if command.takes_config:
+        files["config"] = config
     return options, files
 
 

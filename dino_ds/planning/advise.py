@@ -51,14 +51,14 @@ def run(options: AdviseOptions) -> Result:
         )
     rows = advise(facts)
     flags = _train_flags(options, facts.recipe, rows, images["classes"] or 0)
-    start = ["launch", "--ranks", str(gpus), "--"] if gpus > 1 else ["train"]
+    several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
     result: dict[str, Any] = {
         "decisive": vars(facts),
         "found": images,
         "gpus": gpus,
         "advice": [vars(row) for row in rows],
-        "command": shlex.join(["dino-ds", *start, *words]),
+        "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": list(_notes(facts, images, options)),
     }
     return Result(result, _page(result, options.root or options.source))

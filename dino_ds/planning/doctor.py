@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import platform
@@ -17,10 +18,13 @@ from typing import Any
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.recipe_files import RECIPES, read_recipe_files
+from dino_ds.data.mixture import place_of
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import DataError, one_line
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.options.definition import Result
+from dino_ds.planning.machines import look_at_machines, read_hostfile
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _DRIVER = "/proc/driver/nvidia/version"
@@ -33,12 +37,13 @@ _LOAD_CURES = {
 }
 
 
-def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> Result:
+def run(options: DoctorOptions, *, recipe: Recipe, config: str | None, ds: Mapping[str, Any], ds_path: str) -> Result:
     """Print each finding as soon as it is known; the result exits with code 2 if something would stop training."""
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
-    findings = []
-    for finding in _findings(options, recipe, ds, ds_path):
+    findings, hosts = [], {} if options.hostfile is None else read_hostfile(options.hostfile)
+    on_machines = _look_at_machines(options, hosts, recipe, config, ds_path) if hosts else ()
+    for finding in itertools.chain(_findings(options, recipe, ds, ds_path), on_machines):
         findings.append(finding)
         if not options.json:
             print(f"{finding.level:<5} {finding.topic:<11}{finding.text}", flush=True)
@@ -67,6 +72,19 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
     yield from look_at_gpus(config)
     yield look_at_shared_memory(recipe)
     yield look_at_disk(Path(options.run_dir))
+
+
+def _look_at_machines(
+    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, config: str | None, ds_path: str
+) -> Iterator[Finding]:
+    recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
+    files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
+    data = recipe.data
+    roots = [place_of(part, data.root) for part in data.parts] or [data.root or ""]
+    images = [] if data.source != "folder" or data.download else [*filter(None, roots)]
+    yield from look_at_machines(
+        hosts, [os.path.abspath(path) for path in dict.fromkeys(files)], images, Path(options.run_dir)
+    )
 
 
 def look_at_software() -> Iterator[Finding]:

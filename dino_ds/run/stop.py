@@ -81,7 +81,7 @@ class StopRequests:
         while data := os.read(self._read, 64):
             for number in data:
                 if number in self._handlers and not self._over:
-                    self._hear(signal.Signals(number).name, number)
+                    self._hear(self._beat.stop_reason or signal.Signals(number).name, number)
 
     def _hear(self, name: str, number: int) -> None:
         if not self._signal:

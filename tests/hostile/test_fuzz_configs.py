@@ -16,8 +16,8 @@ from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import RECIPES
 from dino_ds.errors import ConfigError
-from dino_ds.launching.plan import read_hostfile
 from dino_ds.options.commands import COMMANDS
+from dino_ds.planning.machines import read_hostfile
 from tests.hostile.guard import command, examples, raised_by
 from tests.hostile.mutate import NASTY, broken_bytes, broken_text, nasty
 from tests.sample import sampled
@@ -139,9 +139,9 @@ def test_broken_hostfiles(tmp_path_factory, text):
     path.write_bytes(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
 
     def work() -> None:
-        for host in read_hostfile(path):
-            assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", host.name)
-            assert 1 <= host.slots <= 1024
+        for name, slots in read_hostfile(str(path)).items():
+            assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", name)
+            assert 1 <= slots <= 1024
 
     raised_by(work, ConfigError)
 

@@ -46,13 +46,10 @@ def _given(programs):
 def _accepted(given):
     """The words of `train` among those that a script gave to a program, checked as the command line checks them."""
     if "dino-ds" in given:
-        assert given["dino-ds"][0] == "launch"
-        train = parse_flags(COMMANDS["launch"], given["dino-ds"][1:]).train
-    else:
-        ((program, words),) = ((name, words) for name, words in given.items() if name != "scontrol")
-        start = words.index("dino_ds/train.py" if program == "torchrun" else "train")
-        train = parse_flags(TRAIN, words[start + 1 :])
-    assert train is not None
+        assert given["dino-ds"][0] == "doctor" and parse_flags(COMMANDS["doctor"], given.pop("dino-ds")[1:])
+    ((program, words),) = ((name, words) for name, words in given.items() if name != "scontrol")
+    start = words.index("dino_ds/train.py" if program in ("torchrun", "deepspeed") else "train")
+    train = parse_flags(TRAIN, words[start + 1 :])
     load_recipe(train.fixed["config"], train.recipe)
     load_ds_config(str(REPOSITORY / train.fixed.get("ds_config", "ds_configs/zero0_fp32.json")), train.ds)
     return train

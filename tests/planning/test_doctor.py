@@ -33,7 +33,7 @@ def _levels(findings):
 def test_the_page_of_this_machine(tmp_path, capsys):
     recipe = load_recipe(None, {"data.root": str(image_folder(tmp_path / "images")), "data.workers": "0"})
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
-    files = {"recipe": recipe, "ds": load_ds_config(path, {}), "ds_path": path}
+    files = {"recipe": recipe, "config": None, "ds": load_ds_config(path, {}), "ds_path": path}
     result = doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs"), json=True), **files).data
     assert not capsys.readouterr().out
     by_topic = {finding["topic"]: finding for finding in result["findings"]}
@@ -89,7 +89,12 @@ def test_a_compiler_small_shared_memory_and_a_closed_folder_are_named(monkeypatc
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     path, recipe = str(REPOSITORY / "ds_configs/zero0_fp32.json"), load_recipe("vits16", {"data.workers": "8"})
-    files = {"recipe": recipe, "ds": load_ds_config(path, {"dino_ds.compile": "default"}), "ds_path": path}
+    files = {
+        "recipe": recipe,
+        "config": None,
+        "ds": load_ds_config(path, {"dino_ds.compile": "default"}),
+        "ds_path": path,
+    }
     result = doctor.run(DoctorOptions(run_dir=str(tmp_path / "a/b"), json=True), **files).data
     stops = {found["topic"]: found["remedy"] for found in result["findings"] if found["level"] == "FAIL"}
     assert stops.keys() == {"compilers", "shm", "disk"} and not result["trains"]
