@@ -22,7 +22,6 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.ds_values import LOGGER
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -110,7 +109,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 _agree_on_folder(request.path)
                 options, ds, ds_path, overrides, *_ = request
                 with distributed.raise_on_all_ranks():
-                    source = training_images(recipe.data, recipe.eval.val_share, holds_out_by_line(request.path))
+                    source = training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
                 chosen = choose_ds_config(recipe, options, ds, ds_path, overrides)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)

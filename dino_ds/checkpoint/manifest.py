@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
+from dino_ds.basics.file_format import FORMAT, check_format
 from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.files import FileRecord, is_plain_file, rank_file
 from dino_ds.errors import CheckpointError, one_line
@@ -36,14 +37,14 @@ class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
     config_hash: hash of the settings in recipe and gradient_clipping that change what is learned; images: the training
-    images (see `dino_ds.data.image_set`), or None in checkpoints of earlier versions; frozen_teacher: source and digest
-    of the teacher that is distilled, or None; state: position and counters of the run; layouts: one per rank, of its
+    images (see `dino_ds.data.image_set`); frozen_teacher: source and digest of the teacher that is distilled, or None;
+    state: position and counters of the run; layouts: one per rank, of its
     tensors (see `dino_ds.engine.saved_state`); files: lengths and checksums by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[2] = 2
+    format: int = FORMAT
     run_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
     step: Whole
     stage: Annotated[int, Field(ge=0, le=3)]
@@ -55,7 +56,7 @@ class Manifest(BaseModel):
     gradient_clipping: float
     recipe: dict[str, Any]
     config_hash: str
-    images: dict[str, Any] | None = None
+    images: dict[str, Any]
     frozen_teacher: dict[str, Any] | None = None
     versions: dict[str, str]
     state: dict[str, Any]
@@ -80,6 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(body, dict) or _seal({k: v for k, v in body.items() if k != "crc32"}) != content:
             raise ValueError("its own checksum differs")
         del body["crc32"]
+        check_format(body.get("format"), f"the {MANIFEST} of {this}", "resume its run with the dino_ds that wrote it")
         manifest = Manifest.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]

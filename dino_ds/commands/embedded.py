@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from dino_ds.basics.file_format import check_format
 from dino_ds.basics.text_file import read_object
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.cutting import EvalCrop
@@ -149,10 +150,11 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     """Open features as `embed` has written them, and the images that they are of, unchanged."""
     path = Path(os.path.expanduser(options.features))
     if path.suffix not in (".npy", ".parquet"):
-        raise ConfigError(f"{path} is not .npy or .parquet: give what dino-ds embed writes now, or embed again")
+        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
     beside = path.with_name(f"{path.name}.json")
     try:
         about = read_object(beside)
+        check_format(about.get("format"), beside, "embed again")
         kind, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
         images = [about["origin"][name] for name in ("model", "source", "root")]
         if kind == "patches":
@@ -168,8 +170,8 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     source = find_images(images[0], images[1], options.root or images[2])
     notes = list(getattr(source, "notes", ()))
     changes = changed_images(about, facts_of_images(source))
-    if changes != "":
-        raise DataError(f"the images have changed since {path} was made ({changes or 'not described'}): embed again")
+    if changes:
+        raise DataError(f"the images have changed since {path} was made ({changes}): embed again")
     embedded = Embedded(rows, source, about, options.memory_gib, notes)
     if not len(embedded.vectors):
         raise DataError(f"{path} has no row of numbers but zero: its images could not be read, or its network is dead")

@@ -11,9 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds.basics.digits import short
-from dino_ds.basics.names import words_elsewhere
 from dino_ds.basics.text_file import read_object
-from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
@@ -118,12 +116,12 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
     if recipe := recipe_of(options.model, source, root):
         data, share = recipe.data, recipe.eval.val_share
         if share and data.own_files and not (test_root or recipe.eval.root):
-            train = training_images(data, share, holds_out_by_line(home_of(options.model).folder))
+            train = training_images(data, share)
             return train, labeled_test(train)
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"
-    train = recipe_images(recipe.data, may_overlap=True) if recipe else build_source(source, root, "train", False)
+    train = recipe_images(recipe.data) if recipe else build_source(source, root, "train", False)
     if (source == "folder" or ":" in source) and test_root is None:
         return train, None
     return train, build_source(source, test_root or root, "test", False)
@@ -143,7 +141,7 @@ def _check_places(model: str, out: str | None) -> None:
     for path in paths:
         try:
             entries = read_object(path) if path.is_file() else {}
-            if out and path is paths[0] and not entries.keys() <= {*EVALUATIONS, *words_elsewhere("evaluations")}:
+            if out and path is paths[0] and not entries.keys() <= EVALUATIONS.keys():
                 raise ValueError("it holds something else than results of dino-ds eval")
         except (OSError, ValueError) as error:
             raise _not_written(path, error) from None

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.names import words_elsewhere
+from dino_ds.basics.file_format import check_format
 from dino_ds.basics.text_file import is_url, read_object
-from dino_ds.config.fields import LEARNED_SECTIONS, PATH
+from dino_ds.config.fields import PATH
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.recipe_files import read_yaml
 from dino_ds.config.schema import differences, flatten, named_values, options_of
 from dino_ds.errors import CheckpointError, ConfigError
 
@@ -25,8 +26,6 @@ ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
 ENVIRONMENT = "environment.json"
 """Name of the file in a run folder with the run's id, its origin and its starts."""
-HELD_OUT_BY = "held_out_by"
-"""The key of environment.json with the rule that holds images of a list out: absent in runs of earlier versions."""
 STARTED_IN = "folder"
 """The key of a start in environment.json with the folder in which it was made."""
 
@@ -105,8 +104,6 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
-    if key in words_elsewhere("fixed_keys"):
-        return not key.startswith(LEARNED_SECTIONS)
     return not _fact(key, "learned", not key.startswith("eval."))
 
 
@@ -114,12 +111,6 @@ def _fact(key: str, name: str, default: Any) -> Any:
     """The fact `name` that a key of the recipe was declared with (see config.fields.option), or `default`."""
     declared = options_of(Recipe).get(key)
     return default if declared is None else declared.fact(name, default)
-
-
-def holds_out_by_line(run_dir: Path) -> bool:
-    """Whether the run in this folder chooses the held-out images of a list by its lines as they are written, as earlier
-    versions did, and not by the files that the lines name."""
-    return (run_dir / ENVIRONMENT).is_file() and read_environment(run_dir, HELD_OUT_BY) is None
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], began_in: str | None = None) -> dict[str, str]:
@@ -171,6 +162,15 @@ def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[s
         )
 
 
+def load_run_recipe(run_dir: Path) -> Recipe:
+    """The recipe in a run folder's config.yaml. Raises ConfigError, and CheckpointError for a run of another format."""
+    path = str(run_dir / "config.yaml")
+    check_format(
+        read_yaml(path).get("format"), path, "continue it with the dino_ds that began it, or begin another run"
+    )
+    return load_recipe(path, {})
+
+
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
     """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started.
 
@@ -178,7 +178,7 @@ def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag:
     path that is taken from that folder instead of the current one.
     Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder.
     """
-    recipe = load_recipe(str(run_dir / "config.yaml"), {})
+    recipe = load_run_recipe(run_dir)
     folder = started_in(run_dir)
     moved = {}
     for key, value in named_values(recipe):

@@ -42,8 +42,6 @@ def wrong_key(name: str) -> str:
         return f"refused: {refused[known]}"
     if home := words_elsewhere("recipe_keys").get(parents[0]):
         return f"not a key of the ds JSON: it belongs to the recipe: {home}"
-    if fixed := words_elsewhere("fixed_keys").get(f"ds.{name}"):
-        return f"not a key any more: it is {fixed} in every run; leave it out"
     return f"unknown key.{did_you_mean(name, key_names())}"
 
 
@@ -75,8 +73,6 @@ def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
                 content[key] = value if isinstance(read, float) else read
             except ValueError as error:
                 yield name, str(error)
-        elif f"ds.{name}" in words_elsewhere("fixed_keys"):
-            continue  # of an earlier version's run: `resolve_ds_config` drops it
         elif name not in SECTIONS and name not in PASSED:
             yield name, wrong_key(name)
         elif name in SECTIONS and isinstance(value, dict):

@@ -14,7 +14,7 @@ from typing import Any
 
 import hjson
 
-from dino_ds.basics.names import did_you_mean, words_elsewhere
+from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.text_file import is_file, read_text
 from dino_ds.config.ds_check import override, problems_of
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions, offloads_optimizer, offloads_weights
@@ -26,7 +26,6 @@ CHECKOUT = _PACKAGE.parent
 BUCKET_ELEMENTS = 50_000_000
 # Buckets of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
-_REMOVED_LOGGERS = ("mlflow", "comet", "trackio")
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 
@@ -51,13 +50,6 @@ def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError with one line per problem.
     """
     return change_ds_config(_read(find_ds_config(path)), path, overrides)
-
-
-def load_saved_ds_config(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Load the ds_config.json of a run folder; returns it, and the sections of earlier versions that it had."""
-    config = _read(path)
-    removed = [name for name in _REMOVED_LOGGERS if config.pop(name, None)]
-    return change_ds_config(config, path, {}), removed
 
 
 def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +93,7 @@ def resolve_ds_config(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
     raw.setdefault("zero_optimization", {"stage": 0})
-    notes = _drop_fixed(raw) + _drop_idle_sharding(raw, precision, world_size)
+    notes = _drop_idle_sharding(raw, precision, world_size)
     stage = int(raw["zero_optimization"]["stage"])
     _fill_zero(raw, parameters, world_size)
     notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
@@ -180,17 +172,6 @@ def _checkpointed_blocks(raw: dict[str, Any]) -> int | str:
         del section["number_checkpoints"]
     blocks: int | str = section.get("number_checkpoints", "all")
     return blocks
-
-
-def _drop_fixed(raw: dict[str, Any]) -> list[str]:
-    """Drop keys of earlier versions that are fixed now; returns a note on each that had another value."""
-    notes = []
-    for name, fixed in words_elsewhere("fixed_keys").items():
-        section, _, key = name.removeprefix("ds.").rpartition(".")
-        value = str(raw.get(section, {}).pop(key, fixed) if name.startswith("ds.") else fixed).lower()
-        if value != fixed:
-            notes.append(f"{section}.{key} {value} is left out: it is {fixed} in every run")
-    return notes
 
 
 def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) -> list[str]:

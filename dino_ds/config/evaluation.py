@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
-from pydantic_core.core_schema import ValidationInfo
 
-from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
+from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.config.fields import (
     AutoLength,
     Count,
@@ -69,24 +68,19 @@ if TYPE_CHECKING:
     KeepBest = str
 else:
     Evaluation = Literal[tuple(EVALUATIONS)]
-    # Checkpoints of earlier versions may name a metric that is no more.
-    _Known = BeforeValidator(lambda value, info: value if value in _KEEP_BEST or info.context is not None else "auto")
-    KeepBest = Annotated[Literal[_KEEP_BEST], _Known]
+    KeepBest = Literal[_KEEP_BEST]
 
 
-def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:
+def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
     """Read "auto", or names in a list or with commas between them."""
     if value == "auto":
         return "auto"
     words = split_words(value)
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
-    if info.context is None:  # not the user's names: the recipe of a checkpoint, perhaps of an earlier version
-        words = [name for name in words if name not in words_elsewhere("evaluations")] or ["knn"]
     for name in words:
         if name not in EVALUATIONS:
-            hint = words_elsewhere("evaluations").get(str(name))
-            near = f" {hint}" if hint else did_you_mean(str(name), EVALUATIONS)
+            near = did_you_mean(str(name), EVALUATIONS)
             raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
     return once(tuple(words))
 

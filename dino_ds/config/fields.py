@@ -252,8 +252,6 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 
 
-LEARNED_SECTIONS = ("gram.", "model.", "optimizer.")
-"""Sections of keys of earlier versions whose values changed what is learned."""
 MAX_WORKERS = 16
 """Most loader processes of a rank, unless data.workers says otherwise."""
 PREFETCHED_BATCHES = 3

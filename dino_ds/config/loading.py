@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from dino_ds.basics.file_format import FORMAT
 from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, unquoted, words_elsewhere
-from dino_ds.config.fields import LEARNED_SECTIONS
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
@@ -117,8 +117,9 @@ def keys_set_by(config: str | None, overrides: Mapping[str, Any]) -> frozenset[s
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """The config.yaml of a run: YAML that `load_recipe` reads back to an equal recipe."""
+    values = {"format": FORMAT, **recipe.model_dump()}
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
@@ -178,8 +179,6 @@ def key_elsewhere(name: str) -> str | None:
     leaf = name.rpartition(".")[2]
     if home := words_elsewhere("ds_keys").get(leaf):
         return f"it belongs to the ds JSON: {home} (--ds.{home})"
-    if fixed := words_elsewhere("fixed_keys").get(name):
-        return f"it is {fixed} in every run now; leave it out"
     if removed := words_elsewhere("options").get(name if "." in name else ""):
         return removed
     home = words_elsewhere("recipe_keys").get(leaf, name)
@@ -203,18 +202,8 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Setting
             yield name, value
         elif name in sections and value is None:
             continue  # a section whose lines are all commented out
-        elif value is None and "." in name and name in words_elsewhere("options"):
-            continue  # a key that the recipe of an earlier version did not set
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, settings)
-        elif fixed := words_elsewhere("fixed_keys").get(name):
-            if unquoted(value) != fixed and name.startswith(LEARNED_SECTIONS):
-                settings.problems.append(
-                    f"{path}: {name} {unquoted(value)} is of an earlier version: it is {fixed} in every run now, and "
-                    "another value would learn something else; set it so, or leave it out"
-                )
-            elif unquoted(value) != fixed:
-                settings.notes.append(f"{name} {unquoted(value)} is left out: it is {fixed} in every run")
         else:
             settings.refuse(name, f"{path}: ")
 

@@ -16,8 +16,6 @@ from dino_ds.config.fields import PathText
 
 _FORM = "PLACE=SHARE, such as mine=0.7,theirs=0.3"
 _ENTRY = re.compile(r"\s*(?P<place>\S.*?)\s*=\s*(?P<share>[0-9]*\.?[0-9]+)\s*(?:,|$)")
-_RANGE = re.compile(r"\sin\s+-?[0-9.]+\.\.-?[0-9.]+")
-"""Values of a source of its own, which earlier versions took."""
 _BRACES = re.compile(r"\{[^{}]*\}")
 _TOLERANCE = Fraction(1, 10**6)
 """Rounding error of shares that are written in decimals."""
@@ -49,10 +47,6 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
 def _parse_part(text: str) -> MixturePart:
     match = _ENTRY.fullmatch(text)
     if match is None or len(match["share"]) > _MOST_DIGITS or "," in _BRACES.sub("", match["place"]):
-        if _RANGE.search(text):
-            raise ValueError(
-                f"mixture: {as_written(text)}: all sources have one range, data.value_range: leave in .. out"
-            )
         raise ValueError(f"mixture: {as_written(text)} is not {_FORM}")
     place, share = match["place"], Fraction(match["share"])
     if problem := unusable_text(place):

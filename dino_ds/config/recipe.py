@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.crop_checks import crop_problems
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
@@ -87,18 +86,6 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
 
     _lengths = field_validator("length")(positive)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_fixed(cls, values: Any) -> Any:
-        """Drop keys that are fixed now, and that saved recipes of earlier versions may set."""
-        for name in words_elsewhere("fixed_keys") if isinstance(values, dict) else ():
-            section, _, leaf = name.rpartition(".")
-            inside = values.get(section, {}) if section else values
-            if isinstance(inside, dict) and leaf in inside:
-                rest = {key: value for key, value in inside.items() if key != leaf}
-                values = values | {section: rest} if section else rest
-        return values
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from dino_ds.basics.file_format import FORMAT, check_format
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import as_written, did_you_mean, missing_file
 from dino_ds.basics.text_file import is_file, read_text
@@ -20,7 +21,7 @@ EXTENDS = "extends"
 
 
 class RecipeFile(NamedTuple):
-    """The path of a recipe's file, and its keys without `extends`."""
+    """The path of a recipe's file, and its keys without `extends` and a run's `format`."""
 
     path: str
     content: dict[str, Any]
@@ -43,7 +44,8 @@ def _read_chain(path: str) -> list[RecipeFile]:
     chain: list[RecipeFile] = []
     while True:
         content = read_yaml(path)
-        base = content.pop(EXTENDS, None)
+        base, number = content.pop(EXTENDS, None), content.pop("format", FORMAT)
+        check_format(number, path, "write its keys into a recipe of your own")
         chain.insert(0, RecipeFile(path, content))
         if base is None:
             return chain

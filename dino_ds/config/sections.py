@@ -76,13 +76,6 @@ class DataSection(Section):
         0.01, "part of unreadable images beyond which the run stops; 0 = none", learned=False
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, values: Any) -> Any:
-        """Drop the key `transform` of earlier versions from a saved recipe that does not set it."""
-        unset = isinstance(values, dict) and values.get("transform", 0) is None
-        return {key: value for key, value in values.items() if key != "transform"} if unset else values
-
     @property
     def parts(self) -> tuple[MixturePart, ...]:
         """The sources of `mixture`; () without a mixture."""

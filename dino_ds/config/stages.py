@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion
-from dino_ds.config.begun_with import Origin, own_recipe
+from dino_ds.config.begun_with import Origin, load_run_recipe, own_recipe
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe
 from dino_ds.config.recipe import Recipe
@@ -44,7 +44,7 @@ class Given:
         """
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
         recorded = run_dir / "config.yaml"
-        if resumes and recorded.is_file() and (by_own or load_recipe(str(recorded), {}).stage_start is not None):
+        if resumes and recorded.is_file() and (by_own or load_run_recipe(run_dir).stage_start is not None):
             recipe = self.applied_to(own_recipe(run_dir, self.overrides, self.notes), forget=False)
             if recipe.stage_start is None:
                 return recipe

@@ -36,7 +36,7 @@ def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], mod
         make: computes a result that is not in the cache.
         modules: names of other modules whose code `make` runs.
     """
-    text = json.dumps([2, about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
+    text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
         value = TypeAdapter(type_)

@@ -34,8 +34,6 @@ from dino_ds.data.remote import FilePiece, Remote
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
-_VERSION = 2
-"""Version of lists in the cache; others are rebuilt."""
 _LOOKED_AT = 20
 """Lines of a list that are checked to be files."""
 _THREADS = 16
@@ -58,7 +56,7 @@ class ImageFolder(ListedFiles):
             raise DataError(describe_missing(folder))
         self._folder = str(folder)
         real = os.path.realpath(folder)
-        key = f"{real}\n{EXTENSIONS}\n{_VERSION}"
+        key = f"{real}\n{EXTENSIONS}"
         super().__init__("folder", key, lambda: _build(folder), lambda known: _is_current(real, known))
 
 
@@ -76,7 +74,7 @@ class ListFile(ListedFiles):
             text = Remote().read(FilePiece(listed)) if is_url(listed) else None
             now = os.stat(listed) if text is None else None
             state = f"{now.st_size}\n{now.st_mtime_ns}" if now else hashlib.sha256(text or b"").hexdigest()
-            key = f"{listed}\n{state}\n{_VERSION}"
+            key = f"{listed}\n{state}"
             super().__init__("list", key, lambda: _parse(listed, text))
         except OSError as error:
             raise DataError(f"{printable(listed)} cannot be read: {error.strerror or error}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import heapq
 import struct
@@ -13,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.file_format import FORMAT
 from dino_ds.data.base import Joined, Source, prepare_images
 from dino_ds.data.draws import draws_in
 from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.errors import DataError
 
 _SAMPLE = 1024
 _READ = 64
@@ -38,27 +39,21 @@ class ImageSet:
     sample: dict[int, int]
     """File size by hash of the name."""
     contents: dict[int, int] = field(default_factory=dict)
-    """Hash of the file by hash of the name; empty for a source without `read`, and in descriptions of old versions."""
+    """Hash of the file by hash of the name; empty for a source without `read`."""
     parts: dict[str, ImageSet] = field(default_factory=dict)
     """Descriptions of the sources of a mixture, by path."""
     groups: str = ""
     """Hash of the class or cluster of each image, if these are balanced."""
-    lines: str = ""
-    """Hash of the names as written in a list, which old versions used, if it differs from `names`."""
 
     @staticmethod
     def of(source: Source, root: str | None) -> ImageSet:
         """Describe a source by names relative to `root`, so that the folder may move."""
-        order, lines = (hashlib.blake2b(digest_size=16) for _ in range(2))
-        is_list = hasattr(source, "listed_place")
+        order = hashlib.blake2b(digest_size=16)
 
         def hashes() -> Iterator[tuple[int, int]]:
             for index in range(len(source)):
                 digest = hashlib.blake2b(name_of(source, index, root), digest_size=8).digest()
                 order.update(digest)
-                if is_list:
-                    line = name_of(source, index, root, as_listed=True)
-                    lines.update(hashlib.blake2b(line, digest_size=8).digest())
                 yield int.from_bytes(digest, "little"), index
 
         chosen = heapq.nsmallest(_SAMPLE, hashes())
@@ -68,8 +63,7 @@ class ImageSet:
         draws = draws_in(source)
         groups = "" if draws is None else draws.digest
         contents = _contents(source, chosen[:_READ])
-        names, listed = order.hexdigest(), lines.hexdigest() if is_list else ""
-        return ImageSet(len(source), names, sizes, contents, parts, groups, listed if listed != names else "")
+        return ImageSet(len(source), order.hexdigest(), sizes, contents, parts, groups)
 
     def to_json(self) -> dict[str, Any]:
         sample, contents = _packed("<Qq", self.sample), _packed("<QQ", self.contents)
@@ -78,17 +72,17 @@ class ImageSet:
         return plain | ({"parts": parts} if parts else {}) | ({"groups": self.groups} if self.groups else {})
 
     @staticmethod
-    def from_json(saved: Mapping[str, Any] | None) -> ImageSet | None:
-        """Description from the values of `to_json`, or None for anything else."""
+    def from_json(saved: Mapping[str, Any]) -> ImageSet:
+        """Description from the values of `to_json`. Raises DataError for anything else."""
         try:
-            assert saved is not None
-            sample, contents = _unpacked("<Qq", saved["sample"]), _unpacked("<QQ", saved.get("contents", ""))
+            sample, contents = _unpacked("<Qq", saved["sample"]), _unpacked("<QQ", saved["contents"])
             parts = {str(path): ImageSet.from_json(part) for path, part in saved.get("parts", {}).items()}
-            known = {path: part for path, part in parts.items() if part is not None}
             count, groups = int(saved["count"]), str(saved.get("groups", ""))
-            return ImageSet(count, str(saved["names"]), sample, contents, known, groups) if count > 0 else None
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError, struct.error, binascii.Error):
-            return None
+            return ImageSet(count, str(saved["names"]), sample, contents, parts, groups)
+        except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
+            raise DataError(
+                f"a description of images can't be used ({error!r}): make what it describes again"
+            ) from None
 
     def changes(self, now: ImageSet) -> str:
         """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none.
@@ -105,8 +99,6 @@ class ImageSet:
         return words
 
     def _changes(self, now: ImageSet) -> str:
-        if self.count == now.count and now.lines == self.names:  # described by an earlier version
-            return ""
         counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"
         # Nothing is known of a set beyond the largest hash of its full sample.
         last = min(max(s.sample, default=0) if s.count > _SAMPLE else 2**64 for s in (self, now))
@@ -143,14 +135,12 @@ def digest_of(source: Source, indices: Sequence[int]) -> str:
 
 def facts_of_images(source: Source) -> dict[str, Any]:
     """Facts of a source as JSON, which `changed_images` compares between the starts of a command."""
-    return {"images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
+    return {"format": FORMAT, "images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
 
 
-def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Differences between the `facts_of_images` of two starts, in words; "" for none, None if `before` has none."""
-    old, new = ImageSet.from_json(before.get("images")), ImageSet.from_json(now["images"])
-    if old is None or new is None:
-        return None
+def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Differences between the `facts_of_images` of two starts, in words; "" for none. Raises DataError."""
+    old, new = (ImageSet.from_json(facts.get("images", {})) for facts in (before, now))
     changes = old.changes(new)
     if not changes and before.get("times") != now["times"]:
         return f"{new.count} images of the same names, whose files have other sizes or times"
@@ -196,10 +186,9 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
     return dict(sorted(contents.items()))
 
 
-def name_of(source: Source, index: int, root: str | None, as_listed: bool = False) -> bytes:
-    """Name below `root` that identifies an image of a source; from a list its canonical path, or the line if
-    `as_listed`."""
-    if not as_listed and (listed_path := getattr(source, "listed_place", None)):
+def name_of(source: Source, index: int, root: str | None) -> bytes:
+    """Name below `root` that identifies an image of a source; from a list its canonical path."""
+    if listed_path := getattr(source, "listed_place", None):
         name: str = listed_path(index)
     elif member := getattr(source, "member", None):
         name = member(index)

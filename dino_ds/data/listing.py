@@ -26,9 +26,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dino_ds.basics.durable import cache_folder, replacing
+from dino_ds.basics.file_format import FORMAT
 from dino_ds.errors import DataError
 
-_FORMAT = 2
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
@@ -156,8 +156,8 @@ class Listing:
                 raise ValueError(f"{path} is damaged")
             header = json.loads(file.read(head))
         plain = header.pop("__metadata__")
-        if int(plain["format"]) != _FORMAT:
-            raise ValueError(f"{path} is of another version")
+        if plain["format"] != str(FORMAT):
+            raise ValueError(f"{path} is of another format")
         self.about: dict[str, Any] = json.loads(plain["about"])
         self._checksums: dict[str, int] = json.loads(plain["checksums"])
         whole = np.memmap(path, np.uint8, "r")[8 + head :]
@@ -222,7 +222,7 @@ def save_listing(path: Path, contents: Contents) -> Listing:
         arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
         with replacing(path) as part:
             about = {"about": json.dumps(contents.about), "checksums": json.dumps(_checksums(arrays))}
-            save_file(arrays, part, {"format": str(_FORMAT), **about})
+            save_file(arrays, part, {"format": str(FORMAT), **about})
     except Exception as error:  # safetensors has its own error for a full disk
         raise OSError(str(error)) from error
     return Listing(path)
@@ -251,7 +251,7 @@ def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]
             listing = Listing(path)
             usable = is_current(listing) and listing.is_intact()
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            continue  # of another version, or damaged: it will be replaced
+            continue  # of another format, or damaged: it will be replaced
         if usable:
             with suppress(OSError):  # another user's cache, read-only here
                 os.utime(path)

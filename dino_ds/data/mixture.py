@@ -35,22 +35,18 @@ class Mixture(EncodedImages, Joined):
     """Images of all parts, part after part; classes of the same name are one class.
 
     Raises DataError for a part without images; ConfigError for a part that is named twice or has no path, and for parts
-    with images in common, unless `may_overlap`, which makes that a note.
+    with images in common.
     """
 
-    def __init__(
-        self, parts: Sequence[MixturePart], root: str | None, may_overlap: bool = False, cache_gib: float = 0.0
-    ) -> None:
+    def __init__(self, parts: Sequence[MixturePart], root: str | None, cache_gib: float = 0.0) -> None:
         self.parts = tuple(parts)
         self.sources = [_open(part, root, cache_gib) for part in parts]
         self.elsewhere = any(map(is_elsewhere, self.sources))
         self.ends = list(itertools.accumulate(map(len, self.sources)))
-        overlap = self._overlap(root)
-        if overlap and not may_overlap:
+        if overlap := self._overlap(root):
             raise ConfigError(f"data.mixture: {overlap}")
         self.labels, self.classes = self._join_labels()
-        self.notes = [overlap] if overlap else []
-        self.notes += [
+        self.notes = [
             f"{part.place}: {note}"
             for part, source in zip(parts, self.sources, strict=True)
             for note in getattr(source, "notes", ())

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from dino_ds.basics.durable import cache_folder
+from dino_ds.basics.file_format import FORMAT
 from dino_ds.errors import ConfigError
 
 _MARK, _PER_MARK = struct.Struct("<II"), 512
@@ -103,7 +104,7 @@ class RemoteCache:
             return used <= self.size
 
     def _path(self, piece: FilePiece) -> str:
-        name = hashlib.sha256(f"{piece.url}\n{piece.size}\n{piece.tag}".encode()).hexdigest()[:32]
+        name = hashlib.sha256(f"{FORMAT}\n{piece.url}\n{piece.size}\n{piece.tag}".encode()).hexdigest()[:32]
         return os.path.join(self.folder, f"{name}.part")
 
 

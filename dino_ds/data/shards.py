@@ -27,8 +27,6 @@ from dino_ds.errors import DataError
 
 CLASSES, INDEX = "classes.txt", "index.jsonl"
 """Files beside the shards: line n of the first names class n; a line of the second replaces reading a shard."""
-_VERSION = 3
-"""Version of the indexes in the cache; those of other versions are rebuilt."""
 _OPEN_SHARDS = 128
 """Most files that a process keeps open."""
 _THREADS = 16
@@ -56,7 +54,7 @@ class TarShards(ListedImages):
         shards = shards if self.elsewhere else [os.path.abspath(shard) for shard in shards]
         index = _find_index(shards) if self.elsewhere and kind is None else None
         build = functools.partial(_index, shards, kind, index)
-        key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION), *map(str, index or ())))
+        key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or ())))
         super().__init__("shards", key, build, _is_current)
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
@@ -136,7 +134,7 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
     """Read an index: its shards by their addresses. Raises DataError."""
     try:
         with open_remote(Remote(), index.url, [index.size, index.tag]) as lines:
-            shards = map(IndexedMembers, lines)
+            shards = (IndexedMembers(line, printable(index.url)) for line in lines)
             return {f"{os.path.dirname(index.url)}/{shard.name}": shard for shard in shards}
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         remedy = "copy it there again from the folder that dino-ds shard made, or remove it"

@@ -26,25 +26,25 @@ from dino_ds.errors import ConfigError, DataError, UserError, one_line
 _METHODS = ("__len__", "load", "name")
 
 
-def training_source(data: DataSection, may_overlap: bool = False) -> Source:
+def training_source(data: DataSection) -> Source:
     """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
 
-    may_overlap: as in `Mixture`. Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
+    Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
     """
-    source: Any = recipe_images(data, may_overlap)
+    source: Any = recipe_images(data)
     draws, notes = draws_of(source, data.balance)
     if draws is not None:
         source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
     return source
 
 
-def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
+def recipe_images(data: DataSection) -> Source:
     """Open the images of a recipe, one source or a mixture. Raises what `build_source` and `Mixture` do."""
     if not data.mixture:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, may_overlap, data.remote_cache_gib)
+    return Mixture(data.parts, data.root, data.remote_cache_gib)
 
 
 def build_source(
@@ -165,19 +165,16 @@ class Part:
         return lambda index: method(int(self._indices[index]))
 
 
-def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
-    """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError.
-
-    as_listed: set for a run that an old version began: as in `split_off`, and parts of a mixture may overlap.
-    """
+def training_images(data: DataSection, share: float) -> Source:
+    """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError."""
     if not share:
-        return training_source(data, may_overlap=as_listed)
+        return training_source(data)
     if data.mixture or data.balance != "none":
         raise ConfigError(
             "eval.val_share is for one source whose images are drawn equally often, not for data."
             f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
         )
-    return split_off(recipe_images(data), data.root, share, as_listed)[0]
+    return split_off(recipe_images(data), data.root, share)[0]
 
 
 def held_out_images(recipe: Recipe, train: Source) -> Source | None:
@@ -198,14 +195,12 @@ def labeled_test(train: Source) -> Part | None:
     return train.others.some(known) if len(np.unique(labels[known])) > 1 else None
 
 
-def split_off(source: Source, root: str | None, share: float, as_listed: bool = False) -> tuple[Part, Part]:
+def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
-    whatever is added or removed; returns training images and held-out images.
-
-    as_listed: hash a list's lines, as old versions did, not its canonical paths. Raises DataError if a side is empty.
+    whatever is added or removed; returns training images and held-out images. Raises DataError if a side is empty.
     """
     hashes = (
-        hashlib.blake2b(name_of(source, i, root, as_listed), digest_size=8, person=b"held out").digest()
+        hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
         for i in range(len(source))
     )
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))

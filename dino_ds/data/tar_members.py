@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
+from dino_ds.basics.file_format import FORMAT, check_format
 from dino_ds.data.base import name_placeholder
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
@@ -145,14 +146,16 @@ class Members:
 
 
 class IndexedMembers(Members):
-    """The images of one shard by its line of an index, each with its CRC-32. Raises ValueError, LookupError, TypeError.
+    """The images of one shard by its line of an index, each with its CRC-32. Raises CheckpointError for a line of
+    another format, and ValueError, LookupError, TypeError.
 
     `time` is a hash of the line, below 0: no tag of a remote file is.
     """
 
-    def __init__(self, line: bytes) -> None:
+    def __init__(self, line: bytes, index: str) -> None:
         shard = json.loads(line)
         names, offsets, sizes, checksums, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
+        check_format(shard.get("format"), index, "remove it, or make the shards again")
         self.name, self.size = str(shard["shard"]), int(shard["bytes"])
         self.time = -1 - (int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big") >> 1)
         self.images = dict(zip(map(os.fsencode, names), zip(offsets, sizes, strict=True), strict=True))
@@ -172,7 +175,7 @@ def index_line(path: Path, name: str) -> str:
             [os.fsdecode(image), *span, zlib.crc32(_read_at(file, span[1], span[0])), text and os.fsdecode(text)]
             for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
         ]
-    return json.dumps({"shard": name, "bytes": members.size, "images": images})
+    return json.dumps({"shard": name, "format": FORMAT, "bytes": members.size, "images": images})
 
 
 def size_and_time(state: os.stat_result) -> list[int]:

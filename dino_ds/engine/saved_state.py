@@ -91,7 +91,7 @@ class SavedParameters:
             shared = self.shared = {key: value for key, value in saved.layouts[0].items() if key != "flats"}
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shared["shapes"].items()}
             self.counters: dict[str, int] = {name: int(count) for name, count in shared["counters"].items()}
-            self.optimizer: str = shared.get("optimizer", "adamw")
+            self.optimizer: str = shared["optimizer"]
             self.loss_scaler: dict[str, float] = dict(shared["loss_scaler"] or {})
             for rank, layout in enumerate(saved.layouts):
                 for flat in layout["flats"]:

@@ -36,7 +36,7 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
     DataError."""
     if recipe := recipe_of(model, source, root):
         if recipe.data.mixture:
-            return recipe_images(recipe.data, may_overlap=True)
+            return recipe_images(recipe.data)
         source, root = recipe.data.source, recipe.data.root
     if source is None and root is None:
         file = home_of(model).folder / "config.yaml"

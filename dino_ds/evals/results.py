@@ -29,11 +29,7 @@ def name_images(source: str, root: str | None) -> str:
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Results by evaluation, none if the file is absent. Raises OSError, ValueError."""
-    entries = read_object(path) if path.is_file() else {}
-    # Results of earlier versions have no step, and are left out.
-    return {
-        name: kept for name, kept in entries.items() if isinstance(kept, dict) and isinstance(kept.get("results"), dict)
-    }
+    return read_object(path) if path.is_file() else {}
 
 
 def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:

@@ -56,8 +56,6 @@ class EvalRunner(AtStep):
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
         self._normalization = normalization
         self._sources = sources
-        self._counts: list[float] = []
-        """k-NN's settings and numbers of images: checkpoints of earlier versions are comparable if these are equal."""
         self._notes: list[str] = []
         self._noted: set[str] = set()
         self.knn = Knn()
@@ -97,9 +95,6 @@ class EvalRunner(AtStep):
         if not names and held_out is None:
             return None
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalization.of(recipe))
-        if best is not None:
-            counts = len(test or ()), len(held_out or ())
-            best.counts = (settings.k, settings.bank_images, settings.test_images, *counts)
         runner.best = best
         if recipe.model.init_from is not None or recipe.stage_start is not None:
             runner.knn.began_as = "start"
@@ -112,7 +107,7 @@ class EvalRunner(AtStep):
         return runner
 
     def _check(self, name: str) -> None:
-        """Raise ConfigError or DataError if evaluation `name` lacks something; for k-NN, keep its chance and counts."""
+        """Raise ConfigError or DataError if evaluation `name` lacks something; for k-NN, keep its chance and count."""
         try:
             context = preflight_eval(name, self._settings, lambda: self._sources)
         except (ConfigError, DataError) as error:
@@ -120,8 +115,6 @@ class EvalRunner(AtStep):
         if name == "knn":
             self.knn.chance = 100.0 / len(context.train_source.classes or ())
             self.knn.images = len(context.test_indices)
-            images = len(context.train_indices), len(context.test_indices)
-            self._counts = [*self._settings.ks, self._settings.temperature, *images]
 
     def _find_basis(self) -> str:
         how, digest = self._settings, ""
@@ -264,8 +257,7 @@ class EvalRunner(AtStep):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; values on other images or settings are dropped, and measured again."""
-        now = ("basis", self.basis) if "basis" in state else ("of", self._counts)
-        lines = self.knn.load_state_dict(state, state.get(now[0], now[1]) == now[1])
+        lines = self.knn.load_state_dict(state, state["basis"] == self.basis)
         lines += self.best.load_state_dict(state.get("best")) if self.best is not None else []
         self._anew, self._notes = bool(lines), [*self._notes, *lines]
 

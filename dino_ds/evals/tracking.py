@@ -37,8 +37,6 @@ class Best:
     """Step of the newest evaluation, or None before the first one."""
     basis: str = ""
     """A digest of the images and settings of the evaluation: only values with the same digest are comparable."""
-    counts: tuple[int, ...] = ()
-    """Numbers of neighbors and images: checkpoints of earlier versions are comparable if these are equal."""
 
     @staticmethod
     def from_recipe(section: EvalSection, names: tuple[str, ...]) -> Best | None:
@@ -62,7 +60,7 @@ class Best:
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""
-        fresh = Best(self.metric, self.patience, basis=self.basis, counts=self.counts)
+        fresh = Best(self.metric, self.patience, basis=self.basis)
         vars(self).update(vars(fresh))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
@@ -125,15 +123,14 @@ class Best:
         return "unknown" if value is None else short(value, 4)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("patience", "counts")}
+        return {name: value for name, value in vars(self).items() if name != "patience"}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
         """Restore what `state_dict` returned; returns a note if its values are not comparable, and drops them. None:
-        the checkpoint is of a version without a tracker."""
+        the run of the checkpoint kept no best teacher."""
         if state is None:
             return []
-        comparable = state["basis"] == self.basis if "basis" in state else tuple(state["measured_on"]) == self.counts
-        if state["metric"] != self.metric or not comparable:
+        if state["metric"] != self.metric or state["basis"] != self.basis:
             other = f"by {state['metric']}" if state["metric"] != self.metric else "on other images or settings"
             known = "" if state["value"] is None else f", {self._shown(state['value'])} at step {state['step']}"
             return [f"the best teacher so far{known}, was the best {other}: it is sought anew"]
@@ -155,7 +152,7 @@ class Knn:
     untrained: float | None = None
     latest: float | None = None
     step: int | None = None
-    """Step of `latest`; None in a run of an earlier version."""
+    """Step of `latest`."""
     has_baselines_shown: bool = field(default=False, compare=False)
     """Whether this process has logged the baselines of the newest value."""
 
@@ -205,8 +202,7 @@ class Knn:
         if self.latest is None:
             return []
         warning = self.warning(cut)
-        at = "" if self.step is None else f"at step {self.step}: "
-        return [*([f"warning  {warning}"] if warning else []), f"k-NN     {at}{self.line()}"]
+        return [*([f"warning  {warning}"] if warning else []), f"k-NN     at step {self.step}: {self.line()}"]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("raw", "untrained", "latest", "step")}
@@ -215,10 +211,10 @@ class Knn:
         """Restore what `state_dict` returned; if it is not `comparable`, drop it and return a note."""
         if comparable:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
-            self.step = state.get("step")
+            self.step = state["step"]
         elif state["latest"] is not None:
             return [
-                f"k-NN {state['latest']:.1f} % at step {state.get('step')}, raw pixels {state['raw']:.1f} % and what "
+                f"k-NN {state['latest']:.1f} % at step {state['step']}, raw pixels {state['raw']:.1f} % and what "
                 "training began with are of other images or settings: they are forgotten, and measured anew"
             ]
         return []

@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.basics.durable import discard, replacing
@@ -40,9 +40,6 @@ class Heartbeat:
     seconds_since_progress: float
     stopped: bool = False
     ended: str = ""
-
-
-_HEARTBEAT = tuple(field.name for field in fields(Heartbeat))
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,7 @@ class Heartbeats:
         heartbeats: list[Heartbeat] = []
         for path in sorted(self.folder.glob("rank_*.json")):
             with contextlib.suppress(*_UNREADABLE):
-                values = json.loads(path.read_text())  # of earlier versions, with more keys
-                heartbeats.append(Heartbeat(**{name: values[name] for name in _HEARTBEAT}))
+                heartbeats.append(Heartbeat(**json.loads(path.read_text())))
         return heartbeats
 
     def claim(self, failure: Failure) -> bool | None:

@@ -21,8 +21,6 @@ from dino_ds.models.packing import MadeOnce
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
-_DRAWS = 5  # numbers per block and size, of which the last is used: runs of earlier versions continue with it
-
 
 class RopeTables:
     """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid.
@@ -191,8 +189,8 @@ def _rotated(
 
 def _draws(step_key: int, sizes: int, blocks: int, device: torch.device) -> Tensor:
     """(sizes, blocks) FP64 in [0, 1): a hash of (key, size, block)."""
-    hashed = mix(torch.arange(sizes * blocks * _DRAWS, device=device) + step_key)
-    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)[..., -1]
+    hashed = mix(torch.arange(4, 5 * sizes * blocks, 5, device=device) + step_key)
+    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks)
 
 
 def frequencies(arch: ViTSpec, device: torch.device) -> Tensor:

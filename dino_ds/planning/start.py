@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config.ds_config import change_ds_config, load_saved_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.kept import share
@@ -54,17 +54,16 @@ def choose_ds_config(
 ) -> Chosen:
     """Choose the ds config of a start of `train`, the same on all ranks; all must call it. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
-    before, removed, saved = None, list[str](), Path(options.run_dir) / "ds_config.json"
+    before, saved = None, Path(options.run_dir) / "ds_config.json"
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
-            before, removed = load_saved_ds_config(str(saved))
-    before, removed = distributed.gather_objects((before, removed))[0]
+            before = load_ds_config(str(saved), {})
+    before = distributed.gather_objects(before)[0]
 
     def choose() -> Start:
         start = named_start(recipe, ds, path, machine)  # always, because it checks the batch
         if overrides is not None and before is not None:
-            resumed = resumed_start(recipe, before, str(saved), overrides, machine)
-            return replace(resumed, why=f"{resumed.why}, without {', '.join(removed)}") if removed else resumed
+            return resumed_start(recipe, before, str(saved), overrides, machine)
         return start if overrides is None or machine.card_gib is None else planned_start(recipe, overrides, machine)
 
     start = agreed(recipe, machine, choose)

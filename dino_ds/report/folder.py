@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dino_ds.basics.text_file import read_lines, read_object, read_text
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.begun_with import load_run_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import near_run
-from dino_ds.errors import ConfigError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
-from dino_ds.health.records import Heartbeats
 from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
 from dino_ds.report.curves import Metrics, read_metrics
 
@@ -197,10 +196,10 @@ def _read_recipe(run: RunFiles) -> None:
     run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
     if run.recipe_text:
         try:
-            run.recipe = load_recipe(str(path), {})
+            run.recipe = load_run_recipe(run.path)
             run.metrics = with_titles(run.metrics, run.recipe)
-        except ConfigError as error:
-            run.notes.append(f"config.yaml is not a recipe of this version: {str(error).splitlines()[0]}")
+        except (ConfigError, CheckpointError) as error:
+            run.notes.append(f"the recipe is not known: {str(error).splitlines()[0]}")
             return
         try:
             terms_of(run.recipe), teachers_of(run.recipe)
@@ -230,15 +229,9 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _ended_by_ranks(path: Path) -> str:
-    """Return how a run without events.jsonl, of an earlier version, has ended, by heartbeats; "" if they disagree."""
-    ends = {_ENDS.get(beat.ended, "") for beat in Heartbeats(path).read()}
-    return "failed" if "failed" in ends else ends.pop() if len(ends) == 1 else ""
-
-
 def _state(run: RunFiles) -> str:
     is_whole = run.step >= (run.planned_steps or 0)
-    ended = run.events.ended or ("" if run.events.newest else _ended_by_ranks(run.path))
+    ended = run.events.ended
     if ended == "finished" and not is_whole:
         return "stopped"
     if ended:
@@ -247,4 +240,4 @@ def _state(run: RunFiles) -> str:
         RunLock(run.path).check_free(0)
     except ConfigError:
         return "running"
-    return "finished" if is_whole and run.planned_steps and not run.events.newest else "unfinished"
+    return "unfinished"

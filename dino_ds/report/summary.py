@@ -155,12 +155,10 @@ def show_plain(value: Any) -> str:
 
 def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
     data, versions = run.environment, run.environment.get("versions")
-    skipped = ("versions", "command", "starts", ORIGIN)
+    skipped = ("versions", "starts", ORIGIN)
     rows = [(key, show_plain(value)) for key, value in data.items() if key not in skipped]
     if origin := Origin.read(run.path):
         rows.insert(0, ("began with", f"{origin.run}, step {origin.step} ({origin.stage_start}), run {origin.run_id}"))
-    if isinstance(command := data.get("command"), list):
-        rows.insert(0, ("command", shlex.join(map(str, command))))
     rows += [(kind, run.events.text(kind)) for kind in ("engine", "kernels") if kind in run.events.newest]
     return rows + ([(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
 

@@ -76,14 +76,13 @@ def describe_start() -> dict[str, Any]:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest earlier starts of the run in this folder; for a run of an older version only the last."""
+    """The newest earlier starts of the run in this folder."""
     try:
-        environment = json.loads((run_dir / "environment.json").read_text())
-        starts = environment.get("starts") or ([environment] if "command" in environment else [])
+        starts = json.loads((run_dir / "environment.json").read_text())["starts"]
         return [
             {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks", STARTED_IN)}
             for start in starts[-_MOST_STARTS:]
             if isinstance(start, dict)
         ]
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return []

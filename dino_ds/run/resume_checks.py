@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.names import did_you_mean, unquoted, words_elsewhere
+from dino_ds.basics.names import did_you_mean
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import changed_settings, check_settings, is_free, learned
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
@@ -44,10 +44,7 @@ def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
 def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> dict[str, str]:
     """The differences from a checkpoint's settings that change what is learned, in words by dotted name. Relative paths
     of the checkpoint start at the folder `began_in`."""
-    # A run that is older than an option did what the option's default does.
-    before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
-    fixed = words_elsewhere("fixed_keys")
-    before = {key: value for key, value in before.items() if key not in fixed or unquoted(value).lower() != fixed[key]}
+    before = flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
     return changed_settings(before, _learned(recipe, config), began_in)
 
 
@@ -113,7 +110,7 @@ class OtherImages:
         """Raises CheckpointError where lengths in epochs now have another number of steps, or the same images are
         balanced differently."""
         before, balance = ImageSet.from_json(saved.images), self._recipe.data.balance
-        if before is None or self._allowed:
+        if self._allowed:
             return
         if before.groups and self._now.groups not in ("", before.groups) and before.names == self._now.names:
             raise CheckpointError(
@@ -132,10 +129,7 @@ class OtherImages:
 
     def notes(self, saved: Manifest) -> list[str]:
         """Human-readable lines on the images that have changed."""
-        before = ImageSet.from_json(saved.images)
-        if before is None:
-            return [f"whether the images are those of step {saved.step} is not known: its checkpoint does not say"]
-        changes = before.changes(self._now)
+        changes = ImageSet.from_json(saved.images).changes(self._now)
         return [f"images changed since step {saved.step}: {changes}"] if changes else []
 
 

@@ -13,16 +13,15 @@ from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import (
     ENVIRONMENT,
-    HELD_OUT_BY,
     ORIGIN,
     Origin,
-    holds_out_by_line,
+    load_run_recipe,
     read_run_id,
     started_in,
 )
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
-from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_checkpoint, holds_run, nothing_to_resume
 from dino_ds.engine import distributed
@@ -62,7 +61,7 @@ class RunFolder:
     def earlier_value_range(self) -> tuple[float, float] | None:
         """The data.value_range that the resumed run found at its first start, or None."""
         try:
-            return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
+            return load_run_recipe(self.path).data.known_range if self.resume else None
         except ConfigError:
             return None
 
@@ -158,7 +157,6 @@ def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str,
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             about = {"run_id": run_id, **({ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
-            about |= {} if holds_out_by_line(path) else {HELD_OUT_BY: "place"}
             for name in _FILES:
                 discard(path / f"{name}.tmp")  # left by a killed process
             try:

@@ -13,9 +13,9 @@ from torch import Tensor
 from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
 from dino_ds.checkpoint.opening import open_checkpoint
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.begun_with import load_run_recipe
 from dino_ds.config.stages import missing_model
-from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
+from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.trained import adapters_in, merged
@@ -49,7 +49,7 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
         _check_teacher(path)
     if not teacher.is_file():
         return read_weights(path, asked=asked)
-    return _with_checkpoint(path, read_weights(teacher, asked=asked, trusted=_backbone_of(path / "config.yaml")))
+    return _with_checkpoint(path, read_weights(teacher, asked=asked, trusted=_backbone_of(path)))
 
 
 def _check_teacher(run: Path) -> None:
@@ -81,18 +81,15 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
         parts = network_parts(saved)
         backbone = parts.pop("backbone")
         facts = about_checkpoint(saved.manifest)
-    trusted = _backbone_of(folder.parent.parent / "config.yaml")
+    trusted = _backbone_of(folder.parent.parent)
     weights = replace(network_weights(folder, backbone, facts, asked, trusted), heads=parts)
     weights.check_numbers(folder)
     return weights
 
 
-def _backbone_of(recipe: Path) -> str | None:
+def _backbone_of(run: Path) -> str | None:
     """The backbone that a run trains, or None if there is no recipe."""
-    try:
-        return load_recipe(str(recipe), {}).model.backbone if recipe.is_file() else None
-    except ConfigError:  # of another version
-        return None
+    return load_run_recipe(run).model.backbone if (run / "config.yaml").is_file() else None
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
@@ -103,7 +100,7 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
     folder = _checkpoint_folder(run, weights.about.get("step"))
     if folder is None:
         return weights
-    if not (folder / MANIFEST).is_file():  # removed as the run went on, or of an older format
+    if not (folder / MANIFEST).is_file():  # removed as the run went on
         note = f"its head is not available ({folder.relative_to(run)} is not there)"
         return replace(weights, notes=[*weights.notes, note])
     try:

@@ -4,7 +4,7 @@ This is half of one rule: whatever reads weights verifies them. The other half i
 `dino_ds.checkpoint.opening.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
 of its own content. Two files can't be replaced in one step, so the sidecar is written first and describes the old file
 too until that is replaced: whenever the process dies, one of its two descriptions fits the file on the disk.
-Sidecars of other programs and of earlier versions have no checksums, and are not verified.
+Sidecars of other programs have no checksums, and are not verified.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dino_ds.basics.durable import discard, is_gone, replace_file, replacing
+from dino_ds.basics.file_format import FORMAT, check_format
 from dino_ds.basics.names import sidecar_of
 from dino_ds.basics.text_file import read_object
 from dino_ds.checkpoint.files import FileRecord, checksum
@@ -43,7 +44,7 @@ def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None]
     try:
         with replacing(weights) as temporary:
             record = write(temporary) or checksum(temporary)
-            now = {**facts, _FILE: vars(record)}
+            now = {**facts, "format": FORMAT, _FILE: vars(record)}
             replace_file(sidecar, _sealed(now | ({_BEFORE: before} if before else {})))
     except BaseException:
         if is_gone(weights):
@@ -87,6 +88,8 @@ def read_json(path: Path) -> Facts:
 def read_facts(sidecar: Path) -> Facts:
     """The content of a sidecar as it is, {} if there is none. Raises CheckpointError where its own checksum differs."""
     facts = read_json(sidecar)
+    if _FILE in facts:
+        check_format(facts.get("format"), sidecar, "write the weights again with this dino_ds")
     rest = {key: value for key, value in facts.items() if key != _SUM}
     if _FILE in facts and facts.get(_SUM, content_sum(rest)) != content_sum(rest):
         raise CheckpointError(
@@ -106,21 +109,21 @@ def _fitting(facts: Facts, record: FileRecord) -> Facts | None:
 
 def _plain(facts: Facts) -> Facts:
     """A sidecar's facts without the keys that verify it and its file."""
-    return {key: value for key, value in facts.items() if key not in (_FILE, _SUM, _BEFORE)}
+    return {key: value for key, value in facts.items() if key not in ("format", _FILE, _SUM, _BEFORE)}
 
 
 def _description_of(weights: Path) -> Facts | None:
     """Description of the file of weights that is about to be replaced; None if there is no such file or description."""
     try:
         facts = read_facts(sidecar_of(weights))
-        if not facts or not weights.is_file():
+        if _FILE not in facts or not weights.is_file():
             return None
-        if _FILE in facts and _BEFORE not in facts:
+        if _BEFORE not in facts:
             return {key: value for key, value in facts.items() if key != _SUM}
         record = checksum(weights)
     except (CheckpointError, OSError):
         return None
-    fitting = _fitting(facts, record) if _FILE in facts else facts
+    fitting = _fitting(facts, record)
     return None if fitting is None else {**fitting, _FILE: vars(record)}
 
 
@@ -164,13 +167,13 @@ def about_checkpoint(saved: Manifest) -> dict[str, Any]:
 
 
 def recipe_of(saved: Manifest) -> Recipe:
-    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is of another version."""
+    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is none."""
     try:
         return Recipe.model_validate(saved.recipe)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"its recipe is of another version of dino_ds ({where}: {first['msg']})") from None
+        raise CheckpointError(f"its recipe can't be used ({where}: {first['msg']})") from None
 
 
 def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "gradient_clipping": 3.0,
     "recipe": {"seed": 0},
     "config_hash": "00",
+    "images": {},
     "versions": {},
 }
 

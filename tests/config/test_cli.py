@@ -150,7 +150,7 @@ def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
     monkeypatch.chdir(tmp_path)
     for name in there.split():
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "config.yaml").write_text("seed: 0\n")
+        (tmp_path / "runs" / name / "config.yaml").write_text("format: 1\nseed: 0\n")
     (tmp_path / "runs/quickstart-99").mkdir(parents=True)  # it holds none
     cli.main(["train", "--config", "quickstart", *words.split()])
     ((options, files),) = calls
@@ -164,7 +164,7 @@ def test_a_resume_without_a_recipe_continues_by_the_folder_s_own(
     """Also where the folder is not named: the launcher, which adds its name, and its ranks read one recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/vits16").mkdir(parents=True)
-    (tmp_path / "runs/vits16/config.yaml").write_text("data: {source: photos}\nseed: 7\n")
+    (tmp_path / "runs/vits16/config.yaml").write_text("format: 1\ndata: {source: photos}\nseed: 7\n")
     for words in ("--resume", "--resume --run_dir runs/vits16"):
         cli.main(["train", *words.split()])
     assert [(options.run_dir, files["recipe"].seed) for options, files in calls] == [("runs/vits16", 7)] * 2

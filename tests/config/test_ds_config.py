@@ -204,22 +204,8 @@ def test_overrides(load, problems):
     ]
 
 
-def test_a_key_of_an_earlier_version_is_left_out(load, problems):
-    """A saved ds config with it resumes; typed, it is refused."""
-    activations = {"number_checkpoints": "auto", "cpu_checkpointing": False}
-    dino_ds = {"frozen_teacher": "sharded", "attention_backend": "auto", "compile": "default"}
-    saved = load({"dino_ds": dino_ds, "activation_checkpointing": activations})
-    config = resolve_ds_config(saved, "x.json", 512, 4)
-    assert config.notes == ["dino_ds.frozen_teacher sharded is left out: it is whole in every run"]
-    assert config.raw["dino_ds"] == {"compile": "default"} and config.raw["activation_checkpointing"] == {}
-    assert config.performance.compile == "default"
-    assert problems({}, dino_ds__frozen_teacher="sharded") == [
-        "--ds.dino_ds.frozen_teacher: not a key any more: it is whole in every run; leave it out"
-    ]
-
-
 @pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "max-autotune")])
-def test_compile_was_true_or_false_before(load, given: object, taken: str):
+def test_compile_may_be_true_or_false(load, given: object, taken: str):
     assert _resolve(load({"dino_ds": {"compile": given}})).performance.compile == taken
     assert load({}, dino_ds__compile=str(given).lower())["dino_ds"]["compile"] == taken
 

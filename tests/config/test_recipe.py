@@ -6,13 +6,11 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import timm
 import yaml
 
-from dino_ds.config.begun_with import is_free
 from dino_ds.config.fields import Length
 from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options, write_recipe
 from dino_ds.config.recipe import Recipe
@@ -23,7 +21,6 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together
-from dino_ds.run.resume_checks import changed_since
 
 
 def _problems(config: str | None = None, **overrides: str) -> list[str]:
@@ -178,16 +175,6 @@ def test_arguments_of_a_backbone_are_what_they_look_like(write):
     assert load_recipe(None, {"model.backbone": "resnet18", "model.arguments": json.dumps(expected)}) == recipe
 
 
-def test_keys_of_earlier_versions_with_one_value_now_are_left_out(write):
-    """Of files, as a run's, with a note where that was another; not of the command line."""
-    text, notes = "max_bad_steps: 5\neval: {min_delta: 0.0, k: 5}\n", list[str]()
-    recipe = load_recipe(write(text), {}, notes)
-    assert notes == ["max_bad_steps 5 is left out: it is 3 in every run"] and recipe.eval.k == 5
-    saved = recipe.model_dump(mode="json")
-    saved |= {"max_bad_steps": 7, "eval": saved["eval"] | {"temperature": 0.07}}
-    assert Recipe.model_validate(saved) == recipe and is_free("max_bad_steps")
-
-
 def test_duplicate_keys_are_refused(write):
     path = write("seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n")
     assert _problems(path) == [f"{path} line 4: 'lr' is set twice, on lines 3 and 4"]
@@ -282,7 +269,6 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
         ({"data.root": "a" * 300}, "is too long: 300 bytes"),
         ({"eval.root": "a\0b"}, "holds a NUL character"),
         ({"model.init_from": "a\udcff"}, "holds bytes that are not UTF-8"),
-        ({"max_bad_steps": "5"}, "--max_bad_steps: not a recipe key: it is 3 in every run now; leave it out"),
     ],
 )
 def test_what_is_out_of_range_or_does_not_fit_is_refused_in_one_line(changes: dict[str, str], text: str):
@@ -438,20 +424,3 @@ def test_replacements_are_counted_from_the_start():
     ours = Replacements(start=4, at_start=True, every=3, most=2)
     assert [step for step in range(20) if theirs.due(step)] == [3]
     assert [step for step in range(20) if ours.due(step)] == [4, 7, 10]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "is_refused"),
-    [("rope_jitter", 1.2, True), ("rope_jitter", None, False), ("rope_shift", None, False)],
-)
-def test_a_removed_key_that_was_learned_with_is_refused(key, value, is_refused, write):
-    """A recipe of an earlier version learns the same, or is refused; so does a run that is resumed."""
-    config = write(f"model:\n  {key}: {'null' if value is None else value}\n")
-    with pytest.raises(ConfigError, match="it is null in every run now") if is_refused else nullcontext():
-        load_recipe(config, {})
-    recipe = load_recipe("quickstart_gram", {})
-    now = recipe.model_dump(mode="json")
-    before = now | {"model": now["model"] | {key: value}, "gram": now["gram"] | {"whole_batch": False}}
-    saved = SimpleNamespace(recipe=before, gradient_clipping=1.0)
-    changed = changed_since(saved, recipe, SimpleNamespace(clipping=1.0))
-    assert list(changed) == ([f"model.{key}"] if is_refused else [])

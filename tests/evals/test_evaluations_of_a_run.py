@@ -152,23 +152,6 @@ def test_values_are_kept_for_the_same_images_and_settings_alone(sources, tmp_pat
     assert now.knn.raw is not None and "untrained" not in now.knn.line()
 
 
-def test_values_of_earlier_versions_are_compared_by_counts(sources):
-    first, same, other = _runner(sources), _runner(sources), _runner(sources, k=3)
-    _evaluate(first, 0)
-    state = {**first.knn.state_dict(), "of": [K, 0.07, 24, 9], "best": {"metric": "knn", "value": 70.0, "step": 4}}
-    state["best"] |= {"measured_on": [K, 24, 100, 9, 0]} | dict.fromkeys(("start", "start_step", "newest", "reference"))
-    state["best"] |= {"stalled": 1, "seen": 6}
-    for runner in (same, other):
-        runner.best = Best("knn", counts=(runner._settings.ks[0], 24, 100, 9, 0))
-        runner.load_state_dict(state)
-    assert same.knn == first.knn and (same.best.value, same.best.stalled) == (70, 1) and not same._notes
-    assert same.knn.summary()[-1] == f"k-NN     at step 0: {first.knn.line()}"
-    assert other.knn.latest is None and other.best.value is None and len(other._notes) == 2
-    del state["step"], state["of"], state["best"]
-    other.load_state_dict(state)
-    assert other.knn.summary()[-1] == f"k-NN     {first.knn.line()}"
-
-
 def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypatch):
     """Those of a small run stay in memory, so that no loader process starts for a second evaluation."""
     runner, reads = _runner(sources), []

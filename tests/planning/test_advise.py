@@ -104,7 +104,7 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     with pytest.raises(ConfigError, match=re.escape(says)):
         prepare(*parse(words))
     (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)  # a run that began with both goes on with both
-    (tmp_path / "run/config.yaml").write_text("{}")
+    (tmp_path / "run/config.yaml").write_text("format: 1\n")
     prepare(*parse([*words, "--resume"]))
 
 

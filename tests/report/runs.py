@@ -62,8 +62,7 @@ def make_run(path: Path, *events: Event, recipe: dict[str, str] | None = None, p
     (path / "config.yaml").write_text(dump_recipe(load_recipe(None, {**SMALL, **(recipe or {})})))
     (path / "ds_config.json").write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 0}}))
     about = {"run_id": "ab", "versions": {"python": "3.11", "dino_ds": "0.1.0", "torch": "2.15.0"}, "ranks": 2}
-    command = ["train.py", "--local_rank=0", "--config", "quickstart", "--run_dir", "runs/a b"]
-    (path / "environment.json").write_text(json.dumps({**about, "devices": "cpu", "cuda": None, "command": command}))
+    (path / "environment.json").write_text(json.dumps({**about, "devices": "cpu", "cuda": None}))
     (path / "evaluations.json").write_text(json.dumps(EVALUATIONS))
     write_events(path, *EVENTS, *(events or [DONE]))
     records = [knn(0, 62.0), *(record(step) for step in range(10, 101, 10)), knn(50, 78.2), knn(100, 76.2)]

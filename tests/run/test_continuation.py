@@ -6,7 +6,6 @@ The same content goes on without a word, wherever it lies; other content is refu
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,10 +16,8 @@ import pytest
 
 from dino_ds.config.begun_with import own_recipe, path_keys
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.image_set import ImageSet
-from dino_ds.data.sources import build_source, split_off
 from tests.ranks import run_on_ranks
-from tests.run.harness import TINY, image_folder, read_manifest, train_tiny
+from tests.run.harness import TINY, image_folder, train_tiny
 
 FILES = {
     "data.root": {},
@@ -203,28 +200,3 @@ def test_a_run_goes_on_with_the_same_content_alone(key, changes, runs, tmp_path)
 
 def test_each_key_that_names_a_path_is_in_the_table():
     assert set(path_keys()) - {"eval.benchmark_root"} <= {*FILES, *(named for named, _, _ in NAMES.values())}
-
-
-def _start_and_continue(home: Path, run: Path) -> list[str | None]:
-    given = {"data.root": "list.txt", "eval.val_share": "0.4", "eval.every": "1 steps", "length": "8 steps"}
-    given["data.global_batch"] = "2"  # how many are held out depends on the names of folders
-    return [_train(run, home, given, steps, steps > 1) for steps in (1, 2)]
-
-
-@pytest.mark.parametrize("earlier", [True, False])
-def test_a_run_of_an_earlier_version_keeps_what_it_holds_out(earlier, runs, tmp_path):
-    """It went by the lines of a list as they are written: here by whole paths, which says that it is such a run."""
-    home, run = tmp_path / "home", tmp_path / "run"
-    for folder in (home, run):
-        folder.mkdir()
-    _make(home / "list.txt", "list.txt", 0, runs)
-    lines = (home / "list.txt").read_text().replace("listed", f"{home}/listed")
-    (home / "list.txt").write_text(lines)
-    if earlier:
-        (run / "environment.json").write_text("{}")
-    assert run_on_ranks(_start_and_continue, home, run, world=1) == [[None, None]]
-    assert ("held_out_by" in json.loads((run / "environment.json").read_text())) is not earlier
-    assert not re.search(SAID, (run / "log.txt").read_text())
-    whole = build_source("folder", str(home / "list.txt"), "train", False)
-    images = ImageSet.of(split_off(whole, None, 0.4, as_listed=earlier)[0], None)
-    assert read_manifest(run, 2)["images"] == images.to_json()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import zlib
 
 import pytest
 
@@ -78,15 +76,6 @@ def test_what_moves_no_schedule_is_said_in_one_line(begun, tmp_path, unit, chang
     assert len(lines) == 1 and f"note     images changed since step 3: {said}" in lines[0]
 
 
-def test_the_same_images_are_not_mentioned_and_an_older_checkpoint_is(begun, tmp_path):
+def test_the_same_images_are_not_mentioned(begun, tmp_path):
     assert _resume(begun, tmp_path, "epochs", lambda root: None, max_steps=4) == [None, None]
     assert "images changed" not in log_of(tmp_path / "run")
-    path = tmp_path / "run/checkpoints/step_00000004/manifest.json"
-    body = json.loads(path.read_text())
-    del body["images"], body["crc32"]
-    plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
-    body["crc32"] = zlib.crc32(plain.encode())
-    path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
-    root, changes = tmp_path / "images", begun[1]["epochs"]
-    assert run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=5, resume=True, changes=changes) == [None, None]
-    assert "note     whether the images are those of step 4 is not known" in log_of(tmp_path / "run")

@@ -181,20 +181,12 @@ def test_what_is_near_a_checkpoint_gets_an_answer(run, given, says):
 
 
 def test_without_the_checkpoint_a_run_has_its_backbone(run):
-    """Checkpoints may be removed, or be of an older format: the teacher is whole without them, and it is said."""
+    """Checkpoints may be removed: the teacher is whole without them, and it is said."""
     images, before = torch.randn(2, 3, 32, 32), dino_ds.load(run)
     shutil.rmtree(run / NEW)
     model = dino_ds.load(run)
     assert torch.equal(model.features(images), before.features(images)) and not model.heads
     assert "its head is not available" in model.notes[0]
-
-
-def test_files_of_earlier_versions_are_read_in_silence(run):
-    """teacher.json without checksums: nothing is known of damage."""
-    facts = json.loads((run / "teacher.json").read_text())
-    del facts["weights_file"], facts["crc32"]
-    (run / "teacher.json").write_text(json.dumps(facts))
-    assert not dino_ds.load(run).notes
 
 
 def test_a_meant_edit_of_teacher_json(run):
@@ -217,16 +209,13 @@ def _tensors(value):
     return lambda path: save_file({"a": torch.full((9,), float(value))}, path)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["with a checksum", "by an earlier version"])
 @pytest.mark.parametrize("death", range(4))
-def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, monkeypatch, death, known):
+def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, monkeypatch, death):
     """Two files can't be replaced in one step: whichever there are, they fit, and the next write is as any other."""
     import dino_ds.basics.durable as durable
 
     path, replace, calls = tmp_path / "a.safetensors", durable.os.replace, itertools.count()
     write_with_sidecar(path, _tensors(1), {"step": 1})
-    if not known:
-        path.with_suffix(".json").write_text('{"step": 1}')
 
     class Death(BaseException):
         pass
@@ -248,4 +237,4 @@ def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, mo
         assert read_sidecar(path) == {"step": load_file(path)["a"][0]}
     write_with_sidecar(path, _tensors(4), {"step": 4})
     assert read_sidecar(path) == {"step": 4} == {"step": load_file(path)["a"][0]}
-    assert set(json.loads(path.with_suffix(".json").read_text())) == {"step", "weights_file", "crc32"}
+    assert set(json.loads(path.with_suffix(".json").read_text())) == {"format", "step", "weights_file", "crc32"}
