@@ -44,18 +44,17 @@ from dino_ds.method.step import TrainingStep
 from dino_ds.run.announcement import announce, closing_lines, unused_classes
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
-from dino_ds.run.doors import Chosen, build_periodic_tasks, choose_ds_config
 from dino_ds.run.from_recipe import check_lengths, loop_options
 from dino_ds.run.guards import FolderLock, guarded
 from dino_ds.run.loggers import open_logger
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog
 from dino_ds.run.resume_checks import OtherImages, describe_images, describe_settings, notes_on_changes
-from dino_ds.run.run import Run, RunState
+from dino_ds.run.run import AtStep, Run, RunState
 from dino_ds.run.run_folder import RunFolder, write_description
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
-from dino_ds.run.train_options import TrainOptions
+from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 
 
 class _Request(NamedTuple):
@@ -102,6 +101,8 @@ def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -
 
 def _train(recipe: Recipe, request: _Request) -> None:
     """Train a run from its current step to its end."""
+    from dino_ds.planning.start import choose_ds_config
+
     with guarded(request.path, recipe.hang_seconds, request.caller) as guards:
         init_distributed()
         with FolderLock(request.path, guards).held() as lock:
@@ -124,13 +125,30 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 run.log.info(*closing_lines(run, folder.recipe.model))
 
 
+def _build_periodic_tasks(recipe: Recipe, source: Source, epoch_steps: int) -> tuple[AtStep | None, AtStep | None]:
+    """Evaluations and pictures of a run, each None where the recipe asks for none. Every rank must call it."""
+    evaluations: AtStep | None = None
+    pictures: AtStep | None = None
+    if recipe.eval.every.value:
+        from dino_ds.evals.runner import EvalRunner
+
+        evaluations = EvalRunner.build(recipe, source, epoch_steps)
+    if recipe.eval.pictures_every == "auto" or recipe.eval.pictures_every.value:
+        from dino_ds.report.pictures import PeriodicPictures
+
+        pictures = PeriodicPictures.build(recipe, source, epoch_steps)
+    return evaluations, pictures
+
+
 def _agree_on_folder(path: Path) -> None:
     """Raises ConfigError, on all ranks, where they chose different run folders, as another run took one meanwhile."""
     if len(folders := set(distributed.gather_objects(path.name))) > 1:  # a disk's path may differ by machine
         raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 
-def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Request) -> tuple[RunFolder, list[str]]:
+def _open_folder(
+    recipe: Recipe, source: Source, chosen: ChosenDsConfig, request: _Request
+) -> tuple[RunFolder, list[str]]:
     """Open the run folder; returns it, its recipe now with data.value_range in numbers, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
@@ -172,7 +190,7 @@ def _build(
     notes = [*begin.notes, *check_lengths(recipe, epoch_steps, last_step)]
 
     # What is learned, and what is done between steps.
-    evaluations, pictures = build_periodic_tasks(recipe, source, epoch_steps)
+    evaluations, pictures = _build_periodic_tasks(recipe, source, epoch_steps)
     run_id = folder.adopt_run_id(begin.resumed.manifest if begin.resumed else None)
     check_start(recipe)
     check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))

@@ -84,9 +84,11 @@ def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int) -> dict[str, fl
 
     Raises ChildFailed.
     """
+    from scripts import bench_plan as importable  # as a main program this module has no name
+
     arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "batch": batch}
     with patch.dict(os.environ, _EXACT_HEAP):
-        value = run_in_child("scripts.bench_plan:take_steps", 1, **arguments).value
+        value = run_in_child(importable.take_steps, 1, **arguments).value
     return {**value, "ratio": value["predicted_mib"] / value["measured_mib"]}
 
 

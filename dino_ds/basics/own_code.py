@@ -47,12 +47,6 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     return member
 
 
-def by_name(path: str) -> Any:
-    """Import an object MODULE:NAME of dino_ds that not every run needs."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"dino_ds.{module}"), name)
-
-
 def default_dtype() -> Any:
     """torch's default dtype, or None as long as torch is not imported."""
     torch = sys.modules.get("torch")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import importlib
 import os
 import select
 import shlex
@@ -17,12 +16,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
 from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
+from dino_ds.cli.commands import check_options, function_of
 from dino_ds.cli.preflight import adopt_ranks, check_start, check_torchvision
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
@@ -179,8 +179,7 @@ def check_software(command: Command, options: Any) -> None:
     """Raises UserError where torch does not load, or for wrong options that a command checks before it loads torch."""
     # torch's warnings about a lost rank are pages of C++ frames; our errors say which rank is gone, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if command.check is not None:
-        _import(command.check)(options)
+    check_options(command.name, options)
     if command.loads_torch:
         check_torchvision()
 
@@ -188,8 +187,7 @@ def check_software(command: Command, options: Any) -> None:
 def call(command: Command, options: Any, files: dict[str, Any]) -> Result | None:
     """Run a command; its result, if it has one. Raises UserError."""
     check_software(command, options)
-    result: Result | None = _import(command.runs)(options, **files)
-    return result
+    return function_of(command.name)(options, **files)
 
 
 def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
@@ -207,13 +205,6 @@ def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
         faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
         leave()
         faulthandler.cancel_dump_traceback_later()
-
-
-def _import(path: str) -> Callable[..., Any]:
-    """The function that "module:function" names."""
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:

@@ -25,16 +25,14 @@ from dino_ds.config.sections import DataSection
 
 
 class EvaluationEntry(NamedTuple):
-    """An evaluation in the table below.
+    """What a recipe and a report know of an evaluation.
 
     Args:
-        function: MODULE:FUNCTION of dino_ds, from an EvalContext to numbers by name.
         metric: the number by which teachers can be compared, for `eval.keep_best`; "" for none.
         titles: number -> title and unit of its chart; others have their name.
         has_images: whether it brings images of its own, from `eval.benchmark_root`.
     """
 
-    function: str
     metric: str = ""
     titles: Mapping[str, tuple[str, str]] = {}
     has_images: bool = False
@@ -46,17 +44,15 @@ _STATISTICS = {
     "uniformity": ("Uniformity of features, lower is more even", ""),
 }
 EVALUATIONS = {
-    "knn": EvaluationEntry("evals.suite:knn", "knn"),
-    "linear": EvaluationEntry("evals.suite:linear", "linear", {"linear": ("Linear classifier", "%")}),
-    "ridge": EvaluationEntry(
-        "evals.suite:ridge", "ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}
-    ),
-    "statistics": EvaluationEntry("evals.suite:statistics", "rankme", _STATISTICS),
-    "oxford": EvaluationEntry("evals.landmarks:oxford", has_images=True),
-    "paris": EvaluationEntry("evals.landmarks:paris", has_images=True),
-    "davis": EvaluationEntry("evals.davis:davis", has_images=True),
+    "knn": EvaluationEntry("knn"),
+    "linear": EvaluationEntry("linear", {"linear": ("Linear classifier", "%")}),
+    "ridge": EvaluationEntry("ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}),
+    "statistics": EvaluationEntry("rankme", _STATISTICS),
+    "oxford": EvaluationEntry(has_images=True),
+    "paris": EvaluationEntry(has_images=True),
+    "davis": EvaluationEntry(has_images=True),
 }
-"""Evaluations by name; a new one is an entry here."""
+"""Evaluations by name; a new one is an entry here, and its function one in `dino_ds.evals.suite`."""
 BENCHMARKS = tuple(name for name, entry in EVALUATIONS.items() if entry.has_images)
 EVALUATION_OF = {entry.metric: name for name, entry in EVALUATIONS.items() if entry.metric}
 """Metric that teachers can be compared by -> the evaluation that computes it; the held-out loss needs none."""

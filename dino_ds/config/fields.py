@@ -258,16 +258,11 @@ PREFETCHED_BATCHES = 3
 """Per loader process; three cover one slow image without holding much memory."""
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
 HDF5 = (".h5", ".hdf5", ".he5")
-ARCHIVES = {
-    ".tar": "data.shards:TarShards",
-    ".parquet": "data.parquet:ParquetImages",
-    **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
-}
-"""Ending of files that hold many images -> MODULE:CLASS of the source of several of them: CLASS(files[, part])."""
+ARCHIVES = (".tar", ".parquet", *HDF5)
+"""Endings of files that hold many images (`dino_ds.data.root` opens them)."""
 REMOTE_ARCHIVES = (".tar", ".parquet")
-"""Endings of archives that are read at an address too; their CLASS also takes cache_gib, the size of its cache."""
-_USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
-IMAGE_FORMS = f"a folder of images, a .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
+"""Endings of archives that are read at an address too; their sources also take cache_gib, the size of their cache."""
+IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"
 """The forms of images that data.root takes, in words."""
 
 

@@ -37,9 +37,8 @@ from dino_ds.config.sections import (
     ObjectiveSection,
     OptimizerSection,
 )
+from dino_ds.config.teachers import GramSection, TeacherSection
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.method.specs.ema import TeacherSection
-from dino_ds.method.specs.gram import GramSection
 from dino_ds.method.specs.of_recipe import groups_of, name_problems, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
 

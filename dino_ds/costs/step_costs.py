@@ -231,7 +231,7 @@ def _learned(recipe: Recipe) -> dict[str, Any]:
 def _own_code(recipe: Recipe) -> tuple[str, ...]:
     """Modules outside the package that a rehearsal runs."""
     specs: list[TermSpec | TeacherSpec] = [*terms_of(recipe), *teachers_of(recipe)]
-    names = [type(spec).__module__ for spec in specs] + [spec.builder.partition(":")[0] for spec in specs]
+    names = [type(spec).__module__ for spec in specs]
     if ":" in recipe.model.backbone:
         names.append(recipe.model.backbone.partition(":")[0])
     return tuple(dict.fromkeys(name for name in names if not name.startswith("dino_ds.")))

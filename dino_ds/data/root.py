@@ -12,22 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.hubs import hub_id
-from dino_ds.basics.own_code import by_name
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.evaluation import BENCHMARKS
-from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
+from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
+from dino_ds.data.hdf5 import Hdf5Images
 from dino_ds.data.listing import printable
+from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.remote import check_url, find_files
+from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_BRACES = 1_000_000, 50
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of lists and archives."""
+_SOURCES = {".tar": TarShards, ".parquet": ParquetImages} | dict.fromkeys(HDF5, Hdf5Images)
+"""The source of several files by their ending: it takes the files, and perhaps a part of them."""
 TRAIN_FOLDERS, TEST_FOLDERS = (
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
     for names in ("train training", "test testing val valid validation")
@@ -231,8 +235,8 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     if path.lower().endswith(".txt"):
         return ListFile(path)
     paths = expand(path)
-    if paths == [path] and not path.lower().endswith(tuple(ARCHIVES)):
-        paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(tuple(ARCHIVES))]
+    if paths == [path] and not path.lower().endswith(ARCHIVES):
+        paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(ARCHIVES)]
     if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
         raise DataError(
             f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "
@@ -249,7 +253,7 @@ def _open_all(paths: list[str], root: str, part: str | None = None, **options: f
     if others:
         kinds = " and ".join([ending, *others])
         raise DataError(f"data.root {root} holds both {kinds} files: give one kind, as a pattern")
-    opened: EncodedImages = by_name(ARCHIVES[ending])(paths, *([] if part is None else [part]), **options)
+    opened: EncodedImages = _SOURCES[ending](paths, *([] if part is None else [part]), **options)
     return opened
 
 
@@ -272,7 +276,7 @@ def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
                     continue
                 if entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
                     return [], []
-                if entry.name.lower().endswith(tuple(ARCHIVES)):
+                if entry.name.lower().endswith(ARCHIVES):
                     archives.append(entry.path)
                 elif is_left_out(os.fsencode(entry.name)):
                     others.append(os.fsencode(entry.name))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.own_code import by_name, find_own
+from dino_ds.basics.own_code import find_own
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
@@ -59,8 +59,9 @@ def build_source(
         return _build_own(source, root)
     check_photos(source, root)
     if source == "photos":
-        photos: Source = by_name("data.named_sets:PhotoPatches")(split)
-        return photos
+        from dino_ds.data.named_sets import PhotoPatches
+
+        return PhotoPatches(split)
     if source not in SOURCES:
         near = did_you_mean(source, SOURCES)
         raise ConfigError(
@@ -71,8 +72,9 @@ def build_source(
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {content}")
     if source == "folder":
         return open_files(root, cache_gib)
-    images: Source = by_name("data.named_sets:TorchvisionImages")(source, root, split, download)
-    return images
+    from dino_ds.data.named_sets import TorchvisionImages
+
+    return TorchvisionImages(source, root, split, download)
 
 
 def _build_own(path: str, root: str | None) -> Any:

@@ -27,6 +27,7 @@ from dino_ds.engine.placement import Placement
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.errors import ConfigError
 from dino_ds.method.build_frozen import begin_centers, find_teacher
+from dino_ds.method.builders import build_teacher, build_term
 from dino_ds.method.checks import check_backbone, check_levers, check_names, check_needs
 from dino_ds.method.networks import build_meta, optimizer_options
 from dino_ds.method.objective import Objective
@@ -36,7 +37,7 @@ from dino_ds.method.specs.own import own_terms
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.attention import leave_out_cudnn_attention
-from dino_ds.models.build import Placer, init_weights_in_pieces, take_drawn_weights
+from dino_ds.models.initialization import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.models.network import Network
 from dino_ds.models.specs.trained import ALL
 from dino_ds.models.trained import TrainedPlacer
@@ -119,7 +120,7 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
     for spec in own_terms(recipe.objective.terms):  # dino_ds's terms are checked with the recipe
         if problems := spec.problems(recipe):
             raise ConfigError("\n".join(f"loss term {spec.name}: {problem}" for problem in problems))
-    terms = {spec.name: spec.build(parts) for spec in terms_of(recipe)}
+    terms = {spec.name: build_term(spec, parts) for spec in terms_of(recipe)}
     check_names(terms)
     objective = Objective(terms)
     check_needs(objective, recipe.groups, [teacher.name for teacher in teachers_of(recipe)])
@@ -136,7 +137,7 @@ def build_teachers(
     teachers: dict[str, Teacher] = {}
     for spec in teachers_of(recipe):
         parts = replace(parts, ema=teachers[EMA].network if teachers else None)
-        teachers[spec.name] = spec.build_teacher(parts)
+        teachers[spec.name] = build_teacher(spec, parts)
     return Teachers(teachers, recipe.groups, exported=EMA)
 
 

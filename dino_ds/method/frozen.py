@@ -21,7 +21,8 @@ from dino_ds.errors import CheckpointError
 from dino_ds.method.networks import build_head, speed_options
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import Crops, is_cast
-from dino_ds.models.build import Placer, build_backbone, take_drawn_weights
+from dino_ds.models.build import build_backbone
+from dino_ds.models.initialization import Placer, take_drawn_weights
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.trained import adapters_in

@@ -11,7 +11,7 @@ import itertools
 from torch import Tensor, nn
 
 from dino_ds.models.batch_norm import use_own_batch_norm
-from dino_ds.models.build import init_weights
+from dino_ds.models.initialization import init_weights
 from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 

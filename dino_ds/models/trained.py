@@ -22,8 +22,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import Backbone
 from dino_ds.models.blocks import ActivatedLinear
-from dino_ds.models.build import Placer
 from dino_ds.models.foreign import ForeignBackbone
+from dino_ds.models.initialization import Placer
 from dino_ds.models.specs.trained import ALL, LORA, NORMS, TrainedPart
 
 _T = TypeVar("_T")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed, norm_layer
-from dino_ds.models.build import init_weights
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
+from dino_ds.models.initialization import init_weights
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.rope import RopeTables

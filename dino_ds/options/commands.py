@@ -14,7 +14,6 @@ from dino_ds.run.train_options import TrainOptions
 declare_command(
     TrainOptions,
     "train",
-    "dino_ds.train:train",
     "train",
     takes_recipe=True,
     takes_ds=True,
@@ -23,7 +22,7 @@ declare_command(
 )
 
 
-@command("report", "dino_ds.report.command:run", "look", loads_torch=False)
+@command("report", "look", loads_torch=False)
 class ReportOptions:
     """one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it"""
 
@@ -32,7 +31,7 @@ class ReportOptions:
     json: Json = False
 
 
-@command("look-data", "dino_ds.commands.look_data:run", "look", takes_recipe=True, needs_images=True)
+@command("look-data", "look", takes_recipe=True, needs_images=True)
 class LookDataOptions:
     """a sheet of images with all their crops, and what the data set is like"""
 
@@ -42,7 +41,7 @@ class LookDataOptions:
     json: Json = False
 
 
-@command("advise", "dino_ds.planning.advise:run", "train", loads_torch=False)
+@command("advise", "train", loads_torch=False)
 class AdviseOptions:
     """which settings for your images and GPUs: each with its reason, and the command to type"""
 
@@ -53,7 +52,7 @@ class AdviseOptions:
     json: Json = False
 
 
-@command("shard", "dino_ds.commands.shard:run", "cluster")
+@command("shard", "cluster")
 class ShardOptions:
     """image files -> tar shards with checksums; continues after an interruption"""
 
@@ -65,15 +64,7 @@ class ShardOptions:
     json: Json = False
 
 
-@command(
-    "doctor",
-    "dino_ds.planning.doctor:run",
-    "train",
-    takes_recipe=True,
-    takes_config=True,
-    takes_ds=True,
-    loads_torch=False,
-)
+@command("doctor", "train", takes_recipe=True, takes_config=True, takes_ds=True, loads_torch=False)
 class DoctorOptions:
     """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
@@ -84,9 +75,7 @@ class DoctorOptions:
     json: Json = False
 
 
-@command(
-    "plan", "dino_ds.planning.command:run", "train", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False
-)
+@command("plan", "train", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False)
 class PlanOptions:
     """whether a model fits on given GPUs, by part, and the ds config to take; needs no GPU"""
 
@@ -115,7 +104,7 @@ class BenchOptions:
     json: Json = False
 
 
-@command("bench step", "dino_ds.planning.bench.step:run", "measure", takes_recipe=True, recipe="vitti16", takes_ds=True)
+@command("bench step", "measure", takes_recipe=True, recipe="vitti16", takes_ds=True)
 class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
@@ -125,14 +114,14 @@ class BenchStepOptions(BenchOptions):
     steps: _Steps = 10
 
 
-@command("bench ladder", "dino_ds.planning.bench.ladder:run", "measure", takes_recipe=True, recipe="vitti16")
+@command("bench ladder", "measure", takes_recipe=True, recipe="vitti16")
 class BenchLadderOptions(BenchOptions):
     """from the plain DINO step upwards, one optimization at a time: speed and memory of each"""
 
     steps: _Steps = 7
 
 
-@command("bench inference", "dino_ds.planning.bench.inference:run", "measure")
+@command("bench inference", "measure")
 class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, interleaved"""
 

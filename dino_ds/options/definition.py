@@ -60,15 +60,13 @@ class Command:
     """A command: its options, its function, and the files that the function wants.
 
     Args:
-        runs: "module:function"; it gets an instance of `options`, and `recipe`, `ds`, `ds_path` if it takes them. It
-            returns a Result, or None where it runs for long and prints what it does. `train` also gets `given`, the
-            recipe as the user has set it (`dino_ds.config.stages`).
+        options: the class whose instance the function of `dino_ds.cli.commands` gets, besides `recipe`, `ds` and
+            `ds_path` if it takes them; `train` also gets `given`, the recipe as the user has set it.
         group: heading of help.
         recipe: default of --config, None for the schema's defaults.
         ds_config: default of --ds_config, None where it may be left out (`ds` and `ds_path` are None then).
         needs_images: images must be named.
         takes_config: the function also gets `config`, what --config names, or None.
-        check: "module:function" that checks the options before torch is loaded.
         loads_torch: the command needs torch: it stops before it starts if torch does not load.
         ds_shown: words of help for the default of --ds_config, where that depends on the machine; the function then
             gets `ds_overrides`, the keys that `--ds.` options change, or None where --ds_config is given.
@@ -76,7 +74,6 @@ class Command:
 
     name: str
     summary: str
-    runs: str
     options: type
     group: str
     takes_recipe: bool = False
@@ -85,7 +82,6 @@ class Command:
     ds_config: str | None = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
     takes_config: bool = False
-    check: str | None = None
     loads_torch: bool = True
     ds_shown: str = ""
 
@@ -119,7 +115,7 @@ COMMANDS: dict[str, Command] = {}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def command(name: str, runs: str, group: str, **facts: Any) -> Callable[[type[Options]], type[Options]]:
+def command(name: str, group: str, **facts: Any) -> Callable[[type[Options]], type[Options]]:
     """Make a class the options of a command; its docstring is the summary that help shows.
 
     `facts` are fields of Command.
@@ -127,15 +123,15 @@ def command(name: str, runs: str, group: str, **facts: Any) -> Callable[[type[Op
 
     def register(cls: type[Options]) -> type[Options]:
         declared = options(cls)
-        declare_command(declared, name, runs, group, **facts)
+        declare_command(declared, name, group, **facts)
         return declared
 
     return register
 
 
-def declare_command(declared: type, name: str, runs: str, group: str, **facts: Any) -> None:
+def declare_command(declared: type, name: str, group: str, **facts: Any) -> None:
     """Do what `command` does, for a class that holds the options of something already."""
-    COMMANDS[name] = Command(name, declared.__doc__ or "", runs, declared, group, **facts)
+    COMMANDS[name] = Command(name, declared.__doc__ or "", declared, group, **facts)
 
 
 def meaning(option: Option) -> str:

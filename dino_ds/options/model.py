@@ -32,7 +32,7 @@ def _check_form(form: object) -> object:
 ExportForm = Annotated[Literal["safetensors", "timm"], BeforeValidator(_check_form)]
 
 
-@command("eval", "dino_ds.commands.evaluate:run", "evaluate")
+@command("eval", "evaluate")
 class EvalOptions:
     """k-NN, linear classifiers and statistics of a teacher's frozen features"""
 
@@ -51,7 +51,7 @@ class EvalOptions:
     json: Json = False
 
 
-@command("embed", "dino_ds.commands.embed:run", "evaluate", check="dino_ds.commands.embed:check")
+@command("embed", "evaluate")
 class EmbedOptions:
     """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
 
@@ -72,7 +72,7 @@ _Features = Annotated[
 ]
 
 
-@command("find", "dino_ds.commands.find:run", "evaluate")
+@command("find", "evaluate")
 class FindOptions:
     """the nearest images of one or more: a table, a list and a picture"""
 
@@ -86,7 +86,7 @@ class FindOptions:
     json: Json = False
 
 
-@command("curate", "dino_ds.commands.curate:run", "evaluate", check="dino_ds.commands.curate:check")
+@command("curate", "evaluate")
 class CurateOptions:
     """lists without near-duplicates, clusters and balanced lists, from the features of images"""
 
@@ -103,7 +103,7 @@ class CurateOptions:
     json: Json = False
 
 
-@command("pictures", "dino_ds.report.pictures:run", "look")
+@command("pictures", "look")
 class PicturesOptions:
     """what a teacher sees: a map of images, nearest neighbors, PCA of patches, attention"""
 
@@ -115,7 +115,7 @@ class PicturesOptions:
     json: Json = False
 
 
-@command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
+@command("export", "export")
 class ExportOptions:
     """a run's teacher, or any weights, as safetensors or a folder for timm and transformers"""
 

@@ -23,8 +23,7 @@ from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.planning.gpus import Cluster, Gpu
 from dino_ds.planning.host import Machine, find_machine, needed_bytes
 from dino_ds.planning.recommend import recommend
-from dino_ds.run.doors import Chosen
-from dino_ds.run.train_options import TrainOptions
+from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -51,7 +50,7 @@ class Start:
 
 def choose_ds_config(
     recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any] | None
-) -> Chosen:
+) -> ChosenDsConfig:
     """Choose the ds config of a start of `train`, the same on all ranks; all must call it. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
     before, saved = None, Path(options.run_dir) / "ds_config.json"
@@ -68,7 +67,7 @@ def choose_ds_config(
 
     start = agreed(recipe, machine, choose)
     memory = predict(recipe, start.config, machine)
-    return Chosen(
+    return ChosenDsConfig(
         config=start.config,
         said="" if start.is_named else str(start),
         memory=_memory_line(memory),

@@ -19,9 +19,9 @@ from dino_ds.engine import distributed
 from dino_ds.errors import one_line
 from dino_ds.health.files import Event
 from dino_ds.method.specs.of_recipe import accumulation_notes, teachers_of, terms_of
-from dino_ds.run.doors import Chosen
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
+from dino_ds.run.train_options import ChosenDsConfig
 
 MOST_KEPT = 0.5
 """Largest share that the initial weights may still have in a teacher at the end."""
@@ -32,7 +32,7 @@ _SHOWN_ELSEWHERE = ("data.root", "data.source")
 _PICTURES = ("map", "neighbors", "pca", "attention")
 
 
-def announce(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None, notes: Iterable[str]) -> None:
+def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Given | None, notes: Iterable[str]) -> None:
     """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
     run was built."""
     recipe, config, device = folder.recipe, folder.config, run.step.engine.device
@@ -67,7 +67,7 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None
     )
 
 
-def _summary(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None) -> Iterator[str]:
+def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Given | None) -> Iterator[str]:
     """Yield lines that say what is trained, on which images and device, and for how long."""
     recipe, config, options = folder.recipe, folder.config, run.options
     data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps

@@ -1,14 +1,18 @@
-"""The options of `dino-ds train` beside recipe and ds JSON. No torch here."""
+"""The options of `dino-ds train` beside recipe and ds JSON, and the ds config that is chosen for a start. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
 from dino_ds.basics.names import as_written
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Count, Resume, option
 from dino_ds.config.schema import options
+from dino_ds.health.files import Event
 
 
 def _read_resume(value: object) -> object:
@@ -44,3 +48,20 @@ class TrainOptions:
     allow_oversize: bool = option(False, "start though more memory is predicted than there is")
     verbose: bool = option(False, "show on the screen all that goes to RUN_DIR/log.txt")
     print: str | None = option(None, "new YAML file for the recipe with what is given here, to edit; trains nothing")
+
+
+@dataclass(frozen=True)
+class ChosenDsConfig:
+    """The ds config of a start, with its predicted memory.
+
+    said: how the config was chosen, "" if the user named it; memory: the log's event about the prediction; trained: the
+    part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not estimated;
+    check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
+    """
+
+    config: DsConfig
+    said: str
+    memory: Event
+    trained: str
+    predicted_gib: float | None
+    check_fits: Callable[[], None]

@@ -13,7 +13,8 @@ from dino_ds.config.model import ModelSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.models.build import Placer, tensor_shapes
+from dino_ds.models.build import tensor_shapes
+from dino_ds.models.initialization import Placer
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import FROM_SOURCE, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec

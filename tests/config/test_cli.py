@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import re
@@ -19,6 +18,7 @@ import pytest
 import dino_ds.cli.main as cli
 from dino_ds import __version__
 from dino_ds.basics.names import words_elsewhere
+from dino_ds.cli.commands import function_of
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.config.recipe_files import recipe_names
@@ -415,8 +415,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     assert all(f"--{option.name}" in text for option in command.all_options)
     assert all(f"--{option.name} " in text for option in recipe_options()) == command.takes_recipe
     assert ("--ds.KEY" in text) == command.takes_ds
-    module, _, name = command.runs.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = function_of(command.name)
     parameters = inspect.signature(function).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
     files += ["config"] if command.takes_config else []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from dino_ds.engine import distributed
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
+from dino_ds.models.build import BACKBONE_CLASSES
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 
 
@@ -19,7 +19,6 @@ from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 class ToySpec(BackboneSpec):
     """A linear layer on the means of patches."""
 
-    builder: ClassVar[str] = "tests.run.toys:ToyBackbone"
     width: int = 24
     depth: int = 1
     stride: int = 8
@@ -77,3 +76,6 @@ class ToyBackbone(Backbone):
             if name in patches:
                 found[patches_of(name)] = tokens
         return {CLS: self.scale(torch.cat(cls)), **found}
+
+
+BACKBONE_CLASSES[ToySpec] = ToyBackbone

@@ -6,18 +6,18 @@ teacher, write its spec and the class that the spec builds, and nothing else.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+from typing_extensions import Self
 
 from dino_ds.config.crops import GLOBAL, CropGroup, Resolution
 from dino_ds.config.fields import Length, Ramp
-from dino_ds.config.sections import HeadSection
+from dino_ds.config.model import ModelSection
+from dino_ds.config.sections import CropsSection, DataSection, HeadSection, ObjectiveSection
+from dino_ds.config.teachers import GramSection, TeacherSection
 from dino_ds.engine.schedules import Replacements
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
 
 OF_EVERY_RUN = frozenset(
     (
@@ -36,6 +36,24 @@ OF_EVERY_RUN = frozenset(
     )
 )
 """Keys of metrics.jsonl in every run: no scalar of a term may have one of these names."""
+
+
+class RecipeSections(Protocol):
+    """What specs read of a recipe, which `dino_ds.config.recipe` composes of these sections."""
+
+    data: DataSection
+    crops: CropsSection
+    model: ModelSection
+    head: HeadSection
+    ibot_head: HeadSection
+    objective: ObjectiveSection
+    gram: GramSection
+    teacher: TeacherSection
+
+    @property
+    def resolutions(self) -> tuple[Resolution, ...]: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -67,21 +85,19 @@ class TermSpec:
     name: str
     weight: Ramp
 
-    builder: ClassVar[str] = ""
-    """The "module:function" that `build` calls, so that a spec imports no torch."""
     label: ClassVar[str] = ""
     """The loss in a few words, as a plot names it."""
     reads_patches: ClassVar[bool] = False
     """Whether the term needs a backbone with patch features."""
 
     @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
         """Build one of our terms, with its weight in the recipe."""
         values, names = dict(recipe.objective), [field.name for field in fields(cls) if field.name != "weight"]
         options = {field: values[f"{name}_{field}"] for field in names if f"{name}_{field}" in values}
         return cls(name=name, weight=weight, **options)
 
-    def problems(self, recipe: Recipe) -> list[str]:
+    def problems(self, recipe: RecipeSections) -> list[str]:
         """A line for each key of the recipe that does not go with the term."""
         return []
 
@@ -118,8 +134,9 @@ class TermSpec:
         return [], [f"{part}: with another accumulation it is another loss"]
 
     def build(self, parts: Any) -> Any:
-        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.parts.TermParts`; may import torch."""
-        return _built(self, parts)
+        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.parts.TermParts`; may import torch. A user's
+        class has one; `dino_ds.method.builders` builds our terms."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -132,15 +149,18 @@ class TeacherSpec:
     name: str
     sees: tuple[str, ...] = (GLOBAL,)
 
-    builder: ClassVar[str] = ""
-    """The "module:function" that `build_teacher` calls, so that a spec imports no torch."""
     label: ClassVar[str] = ""
     """The teacher in a few words, as predictions name it."""
     follows: ClassVar[bool] = False
     """Whether the teacher is an average of the student's weights."""
 
     @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
+        """The recipe's teachers of this kind, if it is one of ours; a user's are in teacher.others."""
+        return []
+
+    @staticmethod
+    def problems(recipe: RecipeSections) -> list[str]:
         """A line for each key of the recipe that does not go with the teacher, or with its absence."""
         return []
 
@@ -154,7 +174,7 @@ class TeacherSpec:
         """Whether the weights come from a file and never change: a checkpoint then holds only their digest."""
         return False
 
-    def without_file(self, recipe: Recipe) -> dict[str, Any]:
+    def without_file(self, recipe: RecipeSections) -> dict[str, Any]:
         """Recipe sections, changed for a rehearsal that reads no weights: the teacher then begins like the student."""
         return {}
 
@@ -166,21 +186,15 @@ class TeacherSpec:
         """The crop group that only this teacher sees, derived from `first`, in a step of `resolution`; or None."""
         return None
 
-    def replaced_after(self, recipe: Recipe, epoch_steps: int) -> Replacements | None:
+    def replaced_after(self, recipe: RecipeSections, epoch_steps: int) -> Replacements | None:
         """When the EMA teacher's weights replace this teacher's, or None for never."""
         return None
 
-    def notes(self, recipe: Recipe) -> list[str]:
+    def notes(self, recipe: RecipeSections) -> list[str]:
         """Lines of the log if a run starts from randomly initialized weights."""
         return []
 
     def build_teacher(self, parts: Any) -> Any:
         """Build the `dino_ds.method.teacher.Teacher` on this process's device from a
-        `dino_ds.method.parts.TeacherParts`; every rank must call this."""
-        return _built(self, parts)
-
-
-def _built(spec: TermSpec | TeacherSpec, parts: Any) -> Any:
-    """Call a spec's builder, and return its result."""
-    module, _, name = spec.builder.partition(":")
-    return getattr(importlib.import_module(module), name)(spec, parts)
+        `dino_ds.method.parts.TeacherParts`; every rank must call this. As `TermSpec.build`."""
+        raise NotImplementedError

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from dino_ds.config.fields import Ramp
-from dino_ds.method.specs.base import StepImages, TermSpec
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
+from dino_ds.method.specs.base import RecipeSections, StepImages, TermSpec
 
 
 @dataclass(frozen=True)
@@ -20,17 +17,16 @@ class CodingRateSpec(TermSpec):
     width: int
     teacher: str
 
-    builder: ClassVar[str] = "dino_ds.method.coding_rate:build_coding_rate"
     label: ClassVar[str] = "Coding rate (SimDINO)"
 
     def needs_images_together(self, step: StepImages) -> int:
         return step.together
 
     @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
         return CodingRateSpec(name, weight, recipe.head.bottleneck, recipe.teacher.taught_by)
 
-    def problems(self, recipe: Recipe) -> list[str]:
+    def problems(self, recipe: RecipeSections) -> list[str]:
         """A line if the targets are those of a frozen teacher, which has no head like the student's."""
         if recipe.teacher.distill is None:
             return []

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from dino_ds.config.crops import EMA
 from dino_ds.config.fields import Ramp
 from dino_ds.config.sections import HeadSection
-from dino_ds.method.specs.base import StepImages, TermSpec
+from dino_ds.method.specs.base import RecipeSections, StepImages, TermSpec
 from dino_ds.method.specs.distill import FeatureSpec, regresses_features
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
 
 DINO, IBOT, LOCAL_WEIGHT = "dino", "ibot", "dino_local"
 """The names of the two terms, and of the weight of pairs with local crops in the DINO term."""
@@ -60,7 +57,6 @@ class DinoSpec(PrototypeSpec):
 
     local_weight: Ramp = ONE
 
-    builder: ClassVar[str] = "dino_ds.method.dino:build_dino"
     label: ClassVar[str] = "Loss of DINO"
 
     @property
@@ -72,7 +68,7 @@ class DinoSpec(PrototypeSpec):
         return {LOCAL_WEIGHT: self.local_weight}
 
     @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
         how, teacher = recipe.objective, recipe.teacher.taught_by
         if regresses_features(recipe):
             return FeatureSpec(name, weight, patches=False)
@@ -85,11 +81,10 @@ class DinoSpec(PrototypeSpec):
 class IbotSpec(PrototypeSpec):
     """The iBOT loss: for each hidden patch the student predicts what the teacher sees there."""
 
-    builder: ClassVar[str] = "dino_ds.method.ibot:build_ibot"
     label: ClassVar[str] = "Masked patches (iBOT)"
 
     @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
         how, teacher = recipe.objective, recipe.teacher.taught_by
         if regresses_features(recipe):
             return FeatureSpec(name, weight, patches=True)
@@ -97,7 +92,7 @@ class IbotSpec(PrototypeSpec):
         centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "ibot_center")
         return IbotSpec(name, weight, head, centering, how.student_temp, teacher)
 
-    def problems(self, recipe: Recipe) -> list[str]:
+    def problems(self, recipe: RecipeSections) -> list[str]:
         """Lines for crops without masks, and for BatchNorm, which needs the same number of patches on every rank."""
         problems = []
         if recipe.crops.mask == "none":

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 from dino_ds.config.crops import FROZEN, GLOBAL
-from dino_ds.method.specs.base import TeacherSpec, TermSpec
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
+from dino_ds.method.specs.base import RecipeSections, TeacherSpec, TermSpec
 
 
-def regresses_features(recipe: Recipe) -> bool:
+def regresses_features(recipe: RecipeSections) -> bool:
     """Whether the targets are a teacher's features, not its heads' outputs."""
     return recipe.teacher.source is not None and recipe.teacher.distill == "features"
 
@@ -21,19 +17,17 @@ def regresses_features(recipe: Recipe) -> bool:
 class FrozenSpec(TeacherSpec):
     """The teacher of a file, which is never trained."""
 
-    builder: ClassVar[str] = "dino_ds.method.build_frozen:build_teacher"
-
     @property
     def of_file(self) -> bool:
         return True
 
     @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
         """The frozen teacher of a recipe, if it has one."""
         return [] if recipe.teacher.source is None else [FrozenSpec(FROZEN)]
 
     @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
+    def problems(recipe: RecipeSections) -> list[str]:
         how = recipe.objective
         if recipe.teacher.source is not None and not (how.dino_weight or how.ibot_weight):
             return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
@@ -45,8 +39,6 @@ class FeatureSpec(TermSpec):
     """Regression of the student's features to the frozen teacher's on global crops: CLS features, or `patches`."""
 
     patches: bool
-
-    builder: ClassVar[str] = "dino_ds.method.build_frozen:build_features"
 
     @property
     def title(self) -> str:

@@ -3,46 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
-from pydantic import model_validator
-
-from dino_ds.config.crops import EMA, FROZEN, GLOBAL
-from dino_ds.config.fields import Fraction01, PathText, Section, option
-from dino_ds.config.model import ArgumentsField
+from dino_ds.config.crops import EMA, GLOBAL
 from dino_ds.engine.schedules import cosine_schedule
-from dino_ds.method.specs.base import TeacherSpec
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
-
-
-class TeacherSection(Section):
-    source: PathText | None = option(
-        None,
-        "to distil: the frozen teacher, a run, weights or a timm name; none = the EMA",
-        learned=False,  # but the digest of its weights must stay the same
-    )
-    distill: Literal["heads", "features"] | None = option(
-        None, "of teacher.source the targets: its heads' outputs (none too), or its features"
-    )
-    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
-    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
-    batch_norm: Literal["reference", "ema", "frozen"] = option(
-        "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
-    )
-    others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
-
-    @model_validator(mode="after")
-    def _check(self) -> TeacherSection:
-        if self.source is None and self.distill == "features":
-            raise ValueError("distill features has no effect without source: name a teacher (--teacher.source RUN)")
-        return self
-
-    @property
-    def taught_by(self) -> str:
-        """The name of the teacher whose outputs are the targets."""
-        return EMA if self.source is None else FROZEN
+from dino_ds.method.specs.base import RecipeSections, TeacherSpec
 
 
 @dataclass(frozen=True)
@@ -52,7 +17,6 @@ class EmaSpec(TeacherSpec):
     momentum: float = 0.996
     momentum_end: float = 1.0
 
-    builder: ClassVar[str] = "dino_ds.method.ema:build_teacher"
     follows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -69,7 +33,7 @@ class EmaSpec(TeacherSpec):
         return cosine_schedule(step, self.momentum, self.momentum_end, steps)
 
     @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
         """The EMA teacher, which every run has; it sees no crops if a frozen teacher is distilled."""
         teacher = recipe.teacher
         sees = (GLOBAL,) if teacher.taught_by == EMA else ()

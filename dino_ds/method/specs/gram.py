@@ -7,61 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from dino_ds.config.crop_checks import side_problems
 from dino_ds.config.crops import EMA, GLOBAL, CropGroup, Resolution
-from dino_ds.config.fields import (
-    Count,
-    Length,
-    LengthField,
-    PathText,
-    Ramp,
-    Section,
-    Side,
-    StageLengthField,
-    WeightField,
-    option,
-)
+from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.sections import CropsSection
+from dino_ds.config.teachers import SNAPSHOT, GramSection
 from dino_ds.engine.schedules import Replacements
-from dino_ds.method.specs.base import TeacherSpec, TermSpec
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
+from dino_ds.method.specs.base import RecipeSections, TeacherSpec, TermSpec
 
 GRAM = "gram"
 """The name of the term, of its teacher and of the crop group that only this teacher sees."""
-SNAPSHOT = "snapshot"
-
-
-class GramSection(Section):
-    weight: WeightField = option(
-        Ramp(0.0), "of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
-    )
-    teacher: PathText = option(
-        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint", by_content=True
-    )
-    start: StageLengthField = option(
-        Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it", inside_run=True
-    )
-    refresh_every: LengthField = option(
-        Length(0, "steps"), "from gram.start on, how often the EMA teacher replaces it; 0 = never"
-    )
-    refreshes: Count = option(3, "replacements, at most")
-    crop_size: Side | None = option(
-        None, "side of crops of its own, without colors: 1 to 2 times the global ones; none = these"
-    )
-    refused: ClassVar = {
-        "gram.weight 0": "gram",
-        "gram.refresh_every 0": "gram.refreshes",
-        "gram.teacher ema": "gram.crop_size gram.refresh_every",
-    }
-
-    @property
-    def own_crop_size(self) -> int | None:
-        """Side in pixels of the crops that only the Gram teacher sees, or None without such crops."""
-        return self.crop_size if self.weight and self.teacher != EMA else None
 
 
 @dataclass(frozen=True)
@@ -71,7 +28,6 @@ class GramSpec(TermSpec):
     teacher: str
     begin: Length
 
-    builder: ClassVar[str] = "dino_ds.method.gram:build_gram"
     label: ClassVar[str] = "Gram anchoring"
     reads_patches: ClassVar[bool] = True
 
@@ -80,12 +36,12 @@ class GramSpec(TermSpec):
         return self.begin
 
     @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
         gram = recipe.gram
         teacher = EMA if gram.teacher == EMA else GRAM
         return GramSpec(name, weight, teacher, gram.start)
 
-    def problems(self, recipe: Recipe) -> list[str]:
+    def problems(self, recipe: RecipeSections) -> list[str]:
         """Lines for crops and replacements that the term's teacher can't have."""
         if self.teacher != EMA:
             return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
@@ -103,14 +59,13 @@ class GramTeacherSpec(TeacherSpec):
     source: str = SNAPSHOT
     refreshed: bool = False
 
-    builder: ClassVar[str] = "dino_ds.method.gram_teacher:build_teacher"
     label: ClassVar[str] = "Gram teacher"
 
     @property
     def of_file(self) -> bool:
         return self.source != SNAPSHOT and not self.refreshed
 
-    def without_file(self, recipe: Recipe) -> dict[str, Any]:
+    def without_file(self, recipe: RecipeSections) -> dict[str, Any]:
         return {"gram": recipe.gram.model_copy(update={"teacher": SNAPSHOT})}
 
     def own_group(self, first: CropGroup, resolution: Resolution) -> CropGroup | None:
@@ -121,18 +76,18 @@ class GramTeacherSpec(TeacherSpec):
         group = replace(first, name=GRAM, size=size, teachers=seen, like=first.name)
         return replace(group, student=False, masked=False, augmented=False)
 
-    def replaced_after(self, recipe: Recipe, epoch_steps: int) -> Replacements:
+    def replaced_after(self, recipe: RecipeSections, epoch_steps: int) -> Replacements:
         gram, batch = recipe.gram, recipe.data.global_batch
         start, every = (length.in_steps(batch, epoch_steps) for length in (gram.start, gram.refresh_every))
         return Replacements(start, gram.teacher == SNAPSHOT, every, gram.refreshes)
 
-    def notes(self, recipe: Recipe) -> list[str]:
+    def notes(self, recipe: RecipeSections) -> list[str]:
         if recipe.gram.teacher != SNAPSHOT or recipe.gram.start.value:
             return []
         return ["gram.teacher snapshot at gram.start 0 is of a network that has learned nothing yet: give gram.start"]
 
     @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
         """The recipe's Gram teacher, if it has one."""
         gram = recipe.gram
         if not gram.weight or gram.teacher == EMA:
@@ -141,7 +96,7 @@ class GramTeacherSpec(TeacherSpec):
         return [GramTeacherSpec(GRAM, sees, gram.teacher, gram.refresh_every.value > 0)]
 
     @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
+    def problems(recipe: RecipeSections) -> list[str]:
         """Lines for sizes of the Gram teacher's crops in several resolutions."""
         several, model = recipe.resolutions if recipe.crops.resolutions else (), recipe.model
         sides = [(f"crops.resolutions {step}: Gram size", step.gram_size) for step in several if step.gram_size]

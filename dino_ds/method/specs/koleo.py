@@ -14,7 +14,6 @@ class KoLeoSpec(TermSpec):
 
     ranks: Literal["own", "all"] = "own"
 
-    builder: ClassVar[str] = "dino_ds.method.koleo:build_koleo"
     label: ClassVar[str] = "KoLeo, sum over the global crops"
 
     def needs_images_together(self, step: StepImages) -> int:

@@ -7,52 +7,52 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from dino_ds.basics.own_code import by_name
 from dino_ds.config.crops import CropGroup, Resolution, dino_groups
 from dino_ds.config.fields import Ramp
 from dino_ds.config.sections import HeadSection, ObjectiveSection
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.base import StepImages, TeacherSpec, TermSpec
+from dino_ds.method.specs.base import RecipeSections, StepImages, TeacherSpec, TermSpec
+from dino_ds.method.specs.coding_rate import CodingRateSpec
+from dino_ds.method.specs.dino import DinoSpec, IbotSpec
+from dino_ds.method.specs.distill import FrozenSpec
+from dino_ds.method.specs.ema import EmaSpec
+from dino_ds.method.specs.gram import GRAM, GramSpec, GramTeacherSpec
+from dino_ds.method.specs.koleo import KoLeoSpec
 from dino_ds.method.specs.own import TEACHERS, TERMS, own_problems, own_teachers, own_terms
+from dino_ds.method.specs.preserve import PreserveSpec, StartSpec
 
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
-
-_TERMS = {
-    "dino": "method.specs.dino:DinoSpec",
-    "ibot": "method.specs.dino:IbotSpec",
-    "coding_rate": "method.specs.coding_rate:CodingRateSpec",
-    "koleo": "method.specs.koleo:KoLeoSpec",
-    "gram": "method.specs.gram:GramSpec",
-    "preserve": "method.specs.preserve:PreserveSpec",
+_TERMS: dict[str, type[TermSpec]] = {
+    "dino": DinoSpec,
+    "ibot": IbotSpec,
+    "coding_rate": CodingRateSpec,
+    "koleo": KoLeoSpec,
+    "gram": GramSpec,
+    "preserve": PreserveSpec,
 }
-"""Our loss terms in the order of the objective; a term's class is imported only if its weight is not 0."""
-_TEACHERS = {
-    "ema": "method.specs.ema:EmaSpec",
-    "frozen": "method.specs.distill:FrozenSpec",
-    "gram": "method.specs.gram:GramTeacherSpec",
-    "start": "method.specs.preserve:StartSpec",
+"""Our loss terms in the order of the objective."""
+_TEACHERS: dict[str, type[TeacherSpec]] = {
+    "ema": EmaSpec,
+    "frozen": FrozenSpec,
+    "gram": GramTeacherSpec,
+    "start": StartSpec,
 }
 """Our teachers, the exported one first."""
 
 
-def _weights(recipe: Recipe) -> dict[str, Ramp]:
-    """The weight of each of our terms, objective.NAME_weight or the weight of the section NAME, by the term's name."""
-    sections = dict(recipe)
+def _weights(recipe: RecipeSections) -> dict[str, Ramp]:
+    """The weight of each of our terms, objective.NAME_weight or gram.weight, by the term's name."""
     return {
-        name: sections[name].weight if name in sections else getattr(recipe.objective, f"{name}_weight")
-        for name in _TERMS
+        name: recipe.gram.weight if name == GRAM else getattr(recipe.objective, f"{name}_weight") for name in _TERMS
     }
 
 
-def _our_terms(recipe: Recipe) -> list[TermSpec]:
+def _our_terms(recipe: RecipeSections) -> list[TermSpec]:
     weights = {name: weight for name, weight in _weights(recipe).items() if weight}
-    return [by_name(_TERMS[name]).from_recipe(name, weight, recipe) for name, weight in weights.items()]
+    return [_TERMS[name].from_recipe(name, weight, recipe) for name, weight in weights.items()]
 
 
-def terms_of(recipe: Recipe) -> list[TermSpec]:
+def terms_of(recipe: RecipeSections) -> list[TermSpec]:
     """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a user's term that can't be
     found."""
     ours, users = _our_terms(recipe), own_terms(recipe.objective.terms)
@@ -62,7 +62,7 @@ def terms_of(recipe: Recipe) -> list[TermSpec]:
     return [*ours, *users]
 
 
-def known_terms(recipe: Recipe) -> list[TermSpec]:
+def known_terms(recipe: RecipeSections) -> list[TermSpec]:
     """The loss terms of a recipe, without users' terms if any can't be found: the run may come from another machine."""
     try:
         return terms_of(recipe)
@@ -73,21 +73,21 @@ def known_terms(recipe: Recipe) -> list[TermSpec]:
         return terms_of(recipe.model_copy(update=alone))
 
 
-def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
+def teachers_of(recipe: RecipeSections) -> list[TeacherSpec]:
     """The teachers of a recipe, the EMA teacher first. Raises ConfigError for a user's teacher that can't be found."""
-    ours: list[TeacherSpec] = [spec for path in _TEACHERS.values() for spec in by_name(path).in_recipe(recipe)]
+    ours: list[TeacherSpec] = [spec for kind in _TEACHERS.values() for spec in kind.in_recipe(recipe)]
     users, taken = own_teachers(recipe.teacher.others), {spec.name for spec in ours}
     for spec in users:
         _take_names(TEACHERS, spec.name, (), taken)
     return [*ours, *users]
 
 
-def heads_of(recipe: Recipe) -> dict[str, HeadSection]:
+def heads_of(recipe: RecipeSections) -> dict[str, HeadSection]:
     """The heads with prototypes that a recipe's student trains, by name."""
     return {name: head for term in terms_of(recipe) for name, head in term.heads.items()}
 
 
-def groups_of(recipe: Recipe, resolution: Resolution) -> tuple[CropGroup, ...]:
+def groups_of(recipe: RecipeSections, resolution: Resolution) -> tuple[CropGroup, ...]:
     """The crop groups of every image in a step of this resolution, in order, with the teachers that see them."""
     crops, teachers = recipe.crops, teachers_of(recipe)
     sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
@@ -100,25 +100,25 @@ def groups_of(recipe: Recipe, resolution: Resolution) -> tuple[CropGroup, ...]:
     return (first, *others, *(group for group in further if group is not None))
 
 
-def term_problems(recipe: Recipe) -> list[str]:
+def term_problems(recipe: RecipeSections) -> list[str]:
     """A line for each key of a recipe that does not go with its terms or teachers."""
     weights = _weights(recipe)
     problems = [problem for term in _our_terms(recipe) for problem in term.problems(recipe)]
-    problems += [problem for path in _TEACHERS.values() for problem in by_name(path).problems(recipe)]
+    problems += [problem for kind in _TEACHERS.values() for problem in kind.problems(recipe)]
     if recipe.objective.terms == "{}" and not any(weights.values()):
         *others, last = (f"{name}_weight" for name in weights if f"{name}_weight" in ObjectiveSection.model_fields)
         problems.append(f"objective: all weights are 0: give {', '.join(others)} or {last} one above 0")
     return problems
 
 
-def name_problems(recipe: Recipe) -> list[str]:
+def name_problems(recipe: RecipeSections) -> list[str]:
     """A line for each term and teacher of the user whose keys are wrong or missing, or whose name is one of ours."""
     weights = {key.removesuffix("_weight") for key in ObjectiveSection.model_fields if key.endswith("_weight")}
     problems = own_problems(TERMS, recipe.objective.terms, weights | _TERMS.keys())
     return problems + own_problems(TEACHERS, recipe.teacher.others, _TEACHERS.keys())
 
 
-def check_images_together(recipe: Recipe, step: StepImages) -> None:
+def check_images_together(recipe: RecipeSections, step: StepImages) -> None:
     """Raise ConfigError if a term that compares images gets one at a time: its loss would be constant."""
     key = "data.global_batch" if step.total == 1 else "train_micro_batch_size_per_gpu"
     for term in terms_of(recipe):
@@ -126,7 +126,9 @@ def check_images_together(recipe: Recipe, step: StepImages) -> None:
             raise ConfigError(f"loss term {term.name} compares images, and here sees 1 at a time: raise {key}")
 
 
-def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
+def accumulation_notes(
+    recipe: RecipeSections, micro_batch: int, accumulation: int, ranks: int
+) -> tuple[list[str], list[str]]:
     """Notes and warnings on gradient accumulation, for terms and layers that combine several images."""
     if accumulation == 1:
         return [], []

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from dino_ds.method.specs.base import TeacherSpec, TermSpec
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
+from dino_ds.method.specs.base import RecipeSections, TeacherSpec, TermSpec
 
 PRESERVE, START = "preserve", "start"
 """The names of the term and of its teacher."""
@@ -18,10 +15,9 @@ PRESERVE, START = "preserve", "start"
 class PreserveSpec(TermSpec):
     """1 - cosine between features of the student's global crops and those of the weights that it started from."""
 
-    builder: ClassVar[str] = "dino_ds.method.preserve:build_preserve"
     label: ClassVar[str] = "Distance from the start's features"
 
-    def problems(self, recipe: Recipe) -> list[str]:
+    def problems(self, recipe: RecipeSections) -> list[str]:
         """A line if there are no weights to start from, whose features would be kept."""
         if recipe.model.init_from is not None:
             return []
@@ -32,7 +28,6 @@ class PreserveSpec(TermSpec):
 class StartSpec(TeacherSpec):
     """The teacher with the weights of model.init_from, which never change."""
 
-    builder: ClassVar[str] = "dino_ds.method.preserve:build_teacher"
     label: ClassVar[str] = "frozen start"
 
     @property
@@ -40,6 +35,6 @@ class StartSpec(TeacherSpec):
         return True
 
     @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
         """The recipe's teacher of this kind, if it has one."""
         return [StartSpec(START)] if recipe.objective.preserve_weight else []

@@ -33,7 +33,6 @@ class ViTSpec(BackboneSpec):
     projects may have been trained with another.
     """
 
-    builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
     told_by_tensors: ClassVar[bool] = True
     patch_size: int
     width: int

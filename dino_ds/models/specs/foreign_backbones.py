@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.own_code import find_own
@@ -42,7 +42,6 @@ class ForeignSpec(BackboneSpec):
     d), or to a map of features (b, d, rows, columns), whose mean is then the feature of the image.
     """
 
-    builder: ClassVar[str] = "dino_ds.models.foreign:ForeignBackbone"
     name: str
     in_chans: int = 3
     arguments: str = "{}"

@@ -88,7 +88,7 @@ def _peak_memory(recipe: Recipe, ds: dict[str, Any], ds_path: str, batch: int, t
     if distributed.world_size() > 1:
         return {}
     arguments = {"recipe": recipe.model_dump(mode="json"), "ds": ds}
-    child = run_in_child("dino_ds.planning.bench.step:take_steps", threads, **arguments, ds_path=ds_path, batch=batch)
+    child = run_in_child(take_steps, threads, **arguments, ds_path=ds_path, batch=batch)
     return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ class GpuPeak:
         return (torch.cuda.max_memory_allocated() - self._held) / MIB
 
 
-def run_in_child(function: str, threads: int, **kwargs: Any) -> ChildResult:
-    """Call `function` ("module:name") with `kwargs` in a new process of one rank.
+def run_in_child(function: Callable[..., Any], threads: int, **kwargs: Any) -> ChildResult:
+    """Call `function`, of a module's top level, with `kwargs` in a new process of one rank.
 
     Arguments and value must be plain JSON. Raises ChildFailed.
     """
@@ -63,7 +64,7 @@ def run_in_child(function: str, threads: int, **kwargs: Any) -> ChildResult:
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
     with tempfile.TemporaryDirectory() as folder:
-        call = json.dumps({"function": function, "kwargs": kwargs})
+        call = json.dumps({"module": function.__module__, "name": function.__name__, "kwargs": kwargs})
         result = Path(folder, "result.json")
         command = [sys.executable, "-c", "from dino_ds.planning.measure.memory import _child; _child()", str(result)]
         done = subprocess.run(command, env=environment, input=call, capture_output=True, text=True)
@@ -84,8 +85,7 @@ def _child() -> None:
     from dino_ds.engine.process import init_distributed
 
     init_distributed()
-    module, _, name = call["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = getattr(importlib.import_module(call["module"]), call["name"])
     imports = resident_mib()
     value = function(**call["kwargs"])
     result = {"value": value, "peak_mib": resident_mib(peak=True), "imports_mib": imports}
