@@ -170,9 +170,8 @@ def _say_notes(notes: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    answers, first = words_elsewhere("commands"), " ".join(words[:2])
     near = f"dino-ds --help lists them.{did_you_mean(words[0], COMMANDS)}"
-    return f"{as_written(words[0])} is not a command: {answers.get(first) or answers.get(words[0]) or near}"
+    return f"{as_written(words[0])} is not a command: {words_elsewhere('commands').get(words[0]) or near}"
 
 
 def check_software(command: Command, options: Any) -> None:

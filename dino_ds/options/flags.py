@@ -210,13 +210,11 @@ def _unknown(command: Command, name: str) -> str:
 
 
 def _answer_elsewhere(name: str, command: Command) -> str | None:
-    """The text that says what to type for an option of another program or earlier version; None for other names."""
+    """The text that says what to type for an option of another program; None for other names."""
     word = name.replace("-", "_").lower()
     leaf = word.rpartition(".")[2]
     answers, same = words_elsewhere("options"), words_elsewhere("same_option")
     names = (same.get(word) or same.get(leaf, "")).split()
-    if answer := answers.get(f"{command.name} {word}"):
-        return answer
     if meant := next((name for name in names if name in command.known_options), None):
         return f"write --{meant}"
     return (answers.get(word) or answers.get(leaf)) if command.takes_recipe else None

@@ -265,7 +265,6 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("bench stp", "'bench' is not a command: dino-ds --help lists them."),
         ("--config x", "'--config' is not a command"),
         ("shard --ds.fp16.enabled true", "--ds.fp16.enabled: unknown option."),
-        ("shard --root a --out b --quality 80", "--quality: unknown option: shrunken images are JPEGs of quality 90"),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value"),
         ("eval a --model b", "--model is given twice: 'a' and 'b'"),

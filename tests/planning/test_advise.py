@@ -154,9 +154,8 @@ def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
         (["{seven}"], "take released features, dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root"),
         (["{six}"], "7 images are too few to learn from (LightlyTrain recommends several thousand): released weights"),
         (["{broken}"], "none of the 20 images looked at can be read"),
-        (["{seven}", "--gpu", "rtx4090"], "only the number of GPUs decides, --gpus N"),
         (["--data.root", "{seven}"], "write --root"),
-        (["{seven}", "--workers", "3"], "--workers: unknown option: leave it out"),
+        (["{seven}", "--workers", "3"], "--workers: unknown option"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, words, message, capsys):

@@ -80,7 +80,6 @@ def test_a_precision_that_is_not_the_card_s_is_named(gpu, config, words, invente
     [
         ([], "no GPU is given: --gpu NAME"),
         (["--gpu", "a100"], "Did you mean a100-40g"),
-        (["--gpu", "a100-80g", "--network_gbit", "400"], "no time is predicted"),
         (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "here it is model.backbone"),
         (["--gpu", "t4-16g", "--gpus", "24"], "512 is not a multiple of 24 GPUs: add --data.global_batch 504"),
         (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),

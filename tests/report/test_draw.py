@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+from dino_ds.report import plot
 from dino_ds.report.charts import Chart, Line
 from dino_ds.report.curves import Curve
 from dino_ds.report.draw import (
@@ -22,7 +25,7 @@ from dino_ds.report.draw import (
     picture_of,
     place,
 )
-from dino_ds.report.plot import _plot, chart_svg
+from dino_ds.report.plot import COLORS, _plot, chart_svg
 from tests.report.runs import assert_inside
 
 
@@ -132,3 +135,12 @@ def test_colors_are_the_first_three_components_whitened_through_a_sigmoid():
     for i, row in enumerate(found.flatten(0, 2).numpy().T):
         assert min(abs(row - wanted[:, i]).max(), abs(1 - row - wanted[:, i]).max()) < 1e-5
     assert bool((patch_colors(torch.ones(1, 3, 3, 8)) == 0.5).all())
+
+
+def test_the_colors_of_a_dark_page_are_those_of_an_inverted_chart():
+    """As CSS defines invert(1) hue-rotate(180deg): a chart's lines and the keys beside it look alike."""
+    turn = np.array([[-0.574, 1.430, 0.144], [0.426, 0.430, 0.144], [0.426, 1.430, -0.856]])
+    light = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in COLORS])
+    dark = ["#{:02x}{:02x}{:02x}".format(*row) for row in np.clip((255 - light) @ turn.T, 0, 255).round().astype(int)]
+    style = (Path(plot.__file__).parent / "templates/page.css").read_text().partition("prefers-color-scheme: dark")[2]
+    assert re.findall(r"--c\d: (#\w{6})", style) == dark

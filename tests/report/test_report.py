@@ -242,7 +242,6 @@ def test_input_that_is_no_run(tmp_path, capsys):
         ([run_dir, "--out", tmp_path / "x.txt"], "must end in .html"),
         ([run_dir, "--out", tmp_path / "no/x.html"], "can't be written"),
         ([run_dir, "--out", file / "x.html"], "can't be written"),
-        ([run_dir, "--compare", run_dir], "TensorBoard lays"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(["report", *map(str, words)])
