@@ -27,7 +27,7 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given
 from dino_ds.data.base import Source
-from dino_ds.data.find_range import with_value_range
+from dino_ds.data.find_range import with_image_settings
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import training_images
@@ -55,6 +55,7 @@ from dino_ds.run.run_folder import RunFolder, write_description
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
+from dino_ds.weights.frozen import stated_images
 
 
 class _Request(NamedTuple):
@@ -149,7 +150,7 @@ def _agree_on_folder(path: Path) -> None:
 def _open_folder(
     recipe: Recipe, source: Source, chosen: ChosenDsConfig, request: _Request
 ) -> tuple[RunFolder, list[str]]:
-    """Open the run folder; returns it, its recipe now with data.value_range in numbers, and notes for the log.
+    """Open the run folder; returns it, its recipe now with the settings of its images, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
     """
@@ -160,10 +161,11 @@ def _open_folder(
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
             chosen.check_fits()
-    folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
+    stated = functools.partial(stated_images, recipe)
+    folder.recipe, settings = with_image_settings(recipe, source, folder.earlier_recipe, stated)
     folder.agree()
     notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source)]
-    return folder, [*dict.fromkeys(said), *config.notes, *notes, *ranges]
+    return folder, [*dict.fromkeys(said), *config.notes, *notes, *settings]
 
 
 def _build(

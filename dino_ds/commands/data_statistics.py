@@ -14,35 +14,27 @@ from tqdm import tqdm
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import open_image
-from dino_ds.data.find_range import DeepImage
-from dino_ds.data.images import ValueRange, extremes
-from dino_ds.data.normalization import Normalization
+from dino_ds.data.find_range import NO_VALUES, ImageValues
+from dino_ds.data.images import ValueRange
 from dino_ds.data.workers import started, worker_options
 from dino_ds.errors import DataError
 
 _BATCH = 16
-_ROWS = 256
-"""At least this many rows of a large image are averaged."""
 _NAMED = 20
 """Most unreadable files and classes that are named; --json names all."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Facts of one image: upright size in pixels, and dtype of the stored values.
+    """Facts of one image: upright size in pixels, and its values.
 
-    `low`, `high`: extremes of values deeper than 8 bits; `mean`, `square`: means of each channel's values and of their
-    squares. `problem`: why training skips the image; the other fields may then mean nothing.
+    `problem`: why training skips the image; the other fields may then mean nothing.
     """
 
     index: int
     width: int = 0
     height: int = 0
-    type: str = "uint8"
-    low: float = 0
-    high: float = 0
-    mean: tuple[float, ...] = ()
-    square: tuple[float, ...] = ()
+    values: ImageValues = NO_VALUES
     problem: str = ""
 
 
@@ -75,39 +67,14 @@ class FactsOf(Dataset[ImageFacts]):
     def __getitem__(self, index: int) -> ImageFacts:
         try:
             image = open_image(self._source, index, self._max_pixels, channels=self._channels)
-            values = image.values()
-            low, high = (0.0, 0.0) if values.dtype == np.uint8 else extremes(values, "")
+            values = ImageValues.of(image.values())
         except UnreadableImage as error:
             return ImageFacts(index, problem=error.reason)
-        rows = values[:: max(1, len(values) // _ROWS)]
-        planes = rows.reshape(-1, rows.shape[2] if rows.ndim == 3 else 1).astype(np.float64)
-        mean, square = planes.mean(0), np.square(planes).mean(0)
-        problem = ""
-        channels = 3 if len(mean) == 1 != self._channels else len(mean)
+        problem = values.why_skipped(self._range)
+        channels = 3 if len(values.mean) == 1 != self._channels else len(values.mean)
         if channels != self._channels and hasattr(self._source, "read"):
             problem = f"{channels} channels, {self._channels} are wanted"
-        elif values.dtype != np.uint8:
-            problem = DeepImage("", values.dtype.name, low, high).why_skipped(self._range)
-        size, moments = (image.width, image.height), (tuple(mean.tolist()), tuple(square.tolist()))
-        return ImageFacts(index, *size, values.dtype.name, low, high, *moments, problem)
-
-
-def measure_channels(
-    facts: Sequence[ImageFacts], channels: int, value_range: ValueRange | None
-) -> Normalization | None:
-    """Mean and standard deviation as a recipe takes them, to 4 digits; all readable images have the same weight.
-
-    Gray images count in all `channels`; images with another number of channels are left out. None if none is left.
-    """
-    moments = []
-    for fact in facts:
-        if fact.problem or len(fact.mean) not in (1, channels):
-            continue
-        black, white = (0.0, 255.0) if fact.type == "uint8" else value_range or (fact.low, fact.high)
-        mean, square = (np.broadcast_to(np.array(values), channels) for values in (fact.mean, fact.square))
-        scale = max(white - black, 1e-30)
-        moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))
-    return Normalization.measured(moments) if moments else None
+        return ImageFacts(index, image.width, image.height, values, problem)
 
 
 def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
@@ -132,10 +99,12 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
 
 def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
     """The number of images by type of their stored values, and the extremes of types deeper than uint8."""
-    by_type: dict[str, Any] = {name: {"images": images} for name, images in Counter(f.type for f in good).items()}
+    by_type: dict[str, Any] = {
+        name: {"images": images} for name, images in Counter(f.values.type for f in good).items()
+    }
     for name in by_type.keys() - {"uint8"}:
-        some = [fact for fact in good if fact.type == name]
-        by_type[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
+        some = [fact.values for fact in good if fact.values.type == name]
+        by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
     return by_type
 
 

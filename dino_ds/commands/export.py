@@ -24,7 +24,8 @@ def run(options: ExportOptions) -> Result:
 
     Raises ConfigError, CheckpointError. No existing file is overwritten.
     """
-    from dino_ds.weights.export import FORMATS
+    from dino_ds.evals.model_images import crop_pct_of
+    from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
 
     write, ending = FORMATS[options.format]
@@ -34,14 +35,17 @@ def run(options: ExportOptions) -> Result:
     path = Path(os.path.expanduser(options.out)) if options.out else default
     _check_place(source, options.format, path)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
+    backbone.crop_pct = crop_pct_of(options.model, backbone.image_size) if options.format == "timm" else None
     how, notes = write(backbone, path), [*backbone.notes]
-    eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
+    eps = backbone.vit.arch.norm_eps if backbone.is_vit and backbone.vit.arch.rope is None else 1e-6
     if eps != 1e-6:
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in timm's networks")
     if options.format == "timm":
+        kept = timm_config(backbone)["pretrained_cfg"]["crop_pct"]
+        where, other = ("more than", 0.875) if kept == 1 else ("at most", 1)
         notes.append(
-            f"timm and transformers enlarge and cut images whose shorter side is {backbone.image_size} pixels or less, "
-            "which dino_ds leaves uncut: for such images set crop_pct to 1"
+            f"crop_pct is {kept:g}, by which timm and transformers prepare images as dino_ds does; where the shorter "
+            f"side has {where} {backbone.image_size} pixels, set it to {other}"
         )
         if backbone.value_range is not None:
             notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")

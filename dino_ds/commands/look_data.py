@@ -16,7 +16,7 @@ from PIL import Image
 
 from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
-from dino_ds.commands.data_statistics import look_at, measure_channels, report, summarize
+from dino_ds.commands.data_statistics import look_at, report, summarize
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.data.base import Source, UnreadableImage
@@ -24,7 +24,7 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.decode import open_image
 from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
-from dino_ds.data.find_range import with_value_range
+from dino_ds.data.find_range import measure_channels, with_image_settings
 from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
@@ -54,12 +54,13 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     png = _check(options.out)
     source = training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
-    recipe, range_lines = with_value_range(recipe, source)
+    # As of a run that goes on: the mean is measured below, on more images.
+    recipe, range_lines = with_image_settings(recipe, source, lambda: recipe)
     if recipe.data.known_range == known:
         range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
     data, channels = recipe.data, recipe.model.in_chans
     facts = look_at(source, options.sample, recipe)
-    measured = measure_channels(facts, channels, data.known_range)
+    measured = measure_channels((fact.values for fact in facts if not fact.problem), channels, data.known_range)
     statistics = {
         "source": data.source,
         "root": data.place if data.mixture else data.root,

@@ -186,7 +186,7 @@ def channel_problems(data: DataSection, model: ModelSection) -> list[str]:
     known = {name: values for name, values in values_of.items() if values is not None}
     if len(known) == 1:
         (there,), (missing,) = known, values_of.keys() - known
-        return [f"{there} is given without {missing}: give both, or neither for ImageNet's"]
+        return [f"{there} is given without {missing}: give both or neither"]
     bounds = {"data.mean": 0.0, "data.std": _LEAST_STD}
     if out := [name for name, values in known.items() if not all(bounds[name] <= x <= 1 for x in values)]:
         span = f"{bounds[out[0]]:g} to 1, in values whose black is 0 and whose white is 1"

@@ -70,8 +70,10 @@ class DataSection(Section):
     value_range: ValueRangeField = option(
         "auto", "black and white of images deeper than 8 bits, such as 0,4095; auto = as a sample of them says"
     )
-    mean: ChannelsField | None = option(None, "of each channel, black 0 and white 1; none = ImageNet's")
-    std: ChannelsField | None = option(None, "standard deviation of each channel; none = ImageNet's")
+    mean: ChannelsField | None = option(
+        None, "of each channel, black 0, white 1; none = the source's, ImageNet's or measured"
+    )
+    std: ChannelsField | None = option(None, "standard deviation of each channel; none = as for mean")
     max_bad_fraction: Fraction01 = option(
         0.01, "part of unreadable images beyond which the run stops; 0 = none", learned=False
     )

@@ -24,6 +24,8 @@ _SIDE = 512
 """Approximate number of rows, and of columns, of pixels that are sampled for percentiles."""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+USUAL_CHANNELS = (1, 3)
+"""Numbers of channels of gray and RGB images, whose mean is nearly ImageNet's."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Normalization:
         if channels == 3:
             return IMAGENET
         return Normalization((sum(MEAN) / 3,) * channels, (sum(STD) / 3,) * channels)
+
+    def for_channels(self, channels: int) -> Normalization | None:
+        """The normalization of images that are gray where these are RGB, or the reverse; None for other channels."""
+        if channels == len(self.mean):
+            return self
+        if not {channels, len(self.mean)} <= {*USUAL_CHANNELS}:
+            return None
+        return Normalization(*((sum(values) / len(values),) * channels for values in (self.mean, self.std)))
 
     @staticmethod
     def measured(moments: Sequence[tuple[np.ndarray, np.ndarray]]) -> Normalization:

@@ -34,20 +34,24 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
     return type(error)(f"eval.evals {name}: {text}")
 
 
-def note_on_shared(evaluations: Collection[str], train: Source | None, test: Source | None, option: str) -> list[str]:
-    """Notes for the user if some of 64 test images are training images too: same file name, same content. Looks only if
-    an evaluation needs both; all ranks must call it, and get rank 0's notes. option: names other test images."""
-    notes: list[str] = []
+def note_on_shared(
+    evaluations: Collection[str], train: Source | None, test: Source | None, option: str
+) -> tuple[float, list[str]]:
+    """The share of 64 test images that are training images too (same file name, same content), and notes for the user.
+    Looks only if an evaluation needs both; all ranks must call it, and get rank 0's answer. option: names other test
+    images."""
+    share, notes = 0.0, list[str]()
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
         looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
         shared = _shared(train, test, looked_at)
         if shared:
+            share = len(shared) / len(looked_at)
             notes.append(
                 f"{len(shared)} of {len(looked_at)} test images looked at are training images too, such as "
                 f"{test.name(shared[0])}: a score on them says nothing about new images; name others with {option}"
             )
-    return distributed.gather_objects(notes)[0]
+    return distributed.gather_objects((share, notes))[0]
 
 
 def _shared(train: Source, test: Source, looked_at: list[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -245,8 +246,7 @@ def live_teacher(teacher: Teacher, image_size: int, normalization: Normalization
 
     `image_size` is the native side in pixels.
     """
-    model = Backbone(teacher.backbone, image_size, "the teacher", {})
-    model.normalization = normalization
+    model = Backbone(teacher.backbone, image_size, "the teacher", dataclasses.asdict(normalization))
     with teacher.evaluating():
         yield model
 

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 
 from dino_ds.config.begun_with import own_recipe
 from dino_ds.config.fields import IMAGE_FORMS
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, home_of
-from dino_ds.data.base import Source
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.find_range import find_misfits, look_at_values
-from dino_ds.data.images import ValueRange
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.sources import build_source, recipe_images
 from dino_ds.engine import distributed
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, UserError
 from dino_ds.weights.load import Backbone
+
+_LOOKED_AT = 16
+"""Images of a run whose sizes are looked at."""
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
@@ -43,6 +48,22 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
         lost = f"{file}, which names the run's images, is missing or no file: " if holds_run(file.parent) else ""
         raise ConfigError(f"{lost}name images, --root PLACE ({IMAGE_FORMS}), or --source photos")
     return build_source(source or "folder", root, "train", False)
+
+
+def crop_pct_of(model: str, side: int) -> float | None:
+    """timm's crop_pct for most images of the run `model`, as evaluations at `side` pixels cut them; None without a run,
+    or where its images are not on this machine or of the user's own source."""
+    home = home_of(model)
+    try:
+        data = load_recipe(str(home.folder / "config.yaml"), {}).data if home.is_run else None
+        if data is None or ":" in f"{data.source} {data.place}":
+            return None
+        source = find_images(model, None, None)
+        images = [open_image(source, i, MAX_PIXELS) for i in evenly_spaced_indices(len(source), _LOOKED_AT)]
+    except (UserError, UnreadableImage, OSError):
+        return None
+    uncut = sum(min(image.width, image.height) <= side for image in images)
+    return 1.0 if 2 * uncut > len(images) else 0.875
 
 
 def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:

@@ -17,6 +17,8 @@ from dino_ds.basics.durable import replace_file
 from dino_ds.basics.text_file import read_object
 
 RESULTS = "evaluations.json"
+SHARED, MOST_SHARED = "shared", 0.5
+"""Key of the part of the test images that is trained on, if any; from which part on k-NN tells nothing."""
 
 
 def name_images(source: str, root: str | None) -> str:

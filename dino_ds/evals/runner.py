@@ -23,7 +23,7 @@ from dino_ds.evals.advice import OF_ONE_SET, note_on_shared, with_recipe_keys
 from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher
 from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pixels
 from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
-from dino_ds.evals.results import RESULTS, write_results
+from dino_ds.evals.results import RESULTS, SHARED, write_results
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.health.files import Event
@@ -103,7 +103,8 @@ class EvalRunner(AtStep):
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
         unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
         runner._notes += [unread] * (settings.root is not None and not data.own_files)
-        runner._notes += [*problem, *runner.knn.notes(), *note_on_shared(names, train, test, "eval.root")]
+        runner.knn.shared, shared = note_on_shared(names, train, test, "eval.root")
+        runner._notes += [*problem, *runner.knn.notes(), *shared]
         return runner
 
     def _check(self, name: str) -> None:
@@ -169,9 +170,9 @@ class EvalRunner(AtStep):
         return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
 
     def missed(self, step: int, at_start: bool) -> bool:
-        if self._anew or self.best is None:
-            return self._anew
-        return at_start or (self.best.seen not in (None, step) and step % self._every == 0)
+        if self._anew or at_start or self.best is None:
+            return self._anew or at_start
+        return self.best.seen not in (None, step) and step % self._every == 0
 
     def improved(self) -> bool:
         return self._improved
@@ -223,7 +224,8 @@ class EvalRunner(AtStep):
         if "knn" in results:
             assert raw is not None
             (latest,) = results["knn"]["results"].values()
-            self.knn.see(moment.step, latest, raw)
+            self.knn.see(moment.step, latest, raw, moment.at_start)
+            results["knn"] |= {SHARED: self.knn.shared} if self.knn.shared else {}
         return results
 
     def metrics(self, results: Results) -> dict[str, float]:

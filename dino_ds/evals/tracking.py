@@ -10,6 +10,7 @@ from dino_ds.basics.digits import short
 from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection, margin_of_chance
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
+from dino_ds.evals.results import MOST_SHARED
 
 _LEAST_EVALUATIONS = 10
 _FEW_TEST_IMAGES = 400
@@ -142,11 +143,13 @@ class Best:
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
 
-    chance: accuracy of guessing; images: number of test images; began_as: words for the network before training.
+    chance: accuracy of guessing; images: number of test images; shared: the part of them that is trained on; began_as:
+    words for the network before training.
     """
 
     chance: float = 0.0
     images: int = 0
+    shared: float = 0.0
     began_as: str = "untrained network"
     raw: float | None = None
     untrained: float | None = None
@@ -156,10 +159,10 @@ class Knn:
     has_baselines_shown: bool = field(default=False, compare=False)
     """Whether this process has logged the baselines of the newest value."""
 
-    def see(self, step: int, latest: float, raw: float) -> None:
-        """Record the values of an evaluation."""
+    def see(self, step: int, latest: float, raw: float, at_start: bool = False) -> None:
+        """Record the values of an evaluation; at_start: of the network with which the run or stage begins."""
         self.step, self.latest, self.raw = step, latest, raw
-        self.untrained = latest if step == 0 else self.untrained
+        self.untrained = latest if at_start else self.untrained
 
     def notes(self) -> list[str]:
         """A note on how much chance changes the accuracy, if test images are few."""
@@ -185,10 +188,12 @@ class Knn:
         return self.line()
 
     def warning(self, cut: bool = False) -> str | None:
-        """A warning, with advice, where the newest features are worse than raw pixels, else None.
+        """A warning, with advice, where test images are trained on or the newest features are worse than raw pixels.
 
         `cut`: whether --max_steps ended the run before its length.
         """
+        if self.shared >= MOST_SHARED:
+            return "test images are training images too: k-NN does not tell whether it has learned (--eval.root)"
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         remedy = "to the end (--max_steps cut this run short)" if cut else "longer (--length)"

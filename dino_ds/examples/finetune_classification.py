@@ -42,6 +42,9 @@ def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Names
     args = options.parse_args(argv)
     if not (args.model / "config.json").is_file():
         options.error(f"{args.model} has no config.json: give a folder of dino-ds export --format timm")
+    channels = json.loads((args.model / "config.json").read_text())["pretrained_cfg"]["input_size"][0]
+    if channels != 3:
+        options.error(f"{args.model} is for images of {channels} channels, and open_upright reads RGB: change it")
     torch.manual_seed(args.seed)
     return args
 

@@ -17,7 +17,6 @@ from dino_ds.data.feed import Position
 from dino_ds.data.image_cache import open_cache
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalization import Normalization
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine import distributed
@@ -98,7 +97,7 @@ def build_network(
     if model.train != ALL:
         placer = TrainedPlacer(network, recipe.seed, placer)
     if start is None and model.init_from is not None:
-        start = model.init_from, find_start(model, recipe.data.known_range, Normalization.of(recipe))
+        start = model.init_from, find_start(model, recipe.data.known_range)
     if start is not None:
         source, weights = start
         initial = InitialWeights(network, weights, source, placer, model.pos_embed_interpolation)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.digits import range_text
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.crops import FROZEN, Masks, teacher_sizes
 from dino_ds.config.recipe import Recipe
@@ -33,6 +32,7 @@ from dino_ds.models.base import cls_of, patches_of, resized_patches
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Query
 from dino_ds.weights.frozen import FrozenSource, find_frozen
+from dino_ds.weights.normalization import notes_on_range
 
 
 def find_teacher(recipe: Recipe) -> FrozenSource | None:
@@ -119,16 +119,8 @@ def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
     network = meta_network(source, config.performance, objective.teacher_features(spec.name), objective.queries)
     about = {"source": source.path, "digest": place_frozen(network, source, config)}
     teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalization, Normalization.of(recipe))
-    teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
+    teacher.notes = [*source.notes, *notes_on_range(source.range, recipe.data.known_range)]
     return teacher
-
-
-def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
-    trained_on, ours = source.range, recipe.data.known_range
-    if trained_on == ours:
-        return []
-    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (trained_on, ours))
-    return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 
 
 def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:

@@ -127,7 +127,7 @@ def _notes(facts: Situation, images: Mapping[str, Any], options: AdviseOptions) 
         channels = "" if facts.has_color else f" --model.in_chans {facts.channels}"
         values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
         named = _images(options, "data.")
-        yield f"{values}: data.value_range, mean and std are measured by\n  dino-ds look-data {named}{channels}"
+        yield f"{values}: the run finds their range and mean, which this shows\n  dino-ds look-data {named}{channels}"
     yield "if it does not learn: docs/your-data.md"
 
 

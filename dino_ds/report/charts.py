@@ -140,7 +140,7 @@ def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
     newest = int(curve.x[np.isfinite(curve.y)][-1])
     knn = {"teacher": float(curve.finite[-1]), "step": newest, "best": float(curve.y[best])}
     knn["best_step"] = int(curve.x[best])
-    if not len(anew) and (metrics.began_with_weights or curve.x[0] == 0):
+    if not len(anew) and curve.x[0] == metrics.first_step:
         knn["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
     knn |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
     return {key: value for key, value in knn.items() if math.isfinite(value)}

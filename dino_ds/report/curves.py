@@ -63,13 +63,22 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 class Metrics:
     """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
     titles: of the loss terms by name, {} if the run's recipe is unknown. began_with_weights: the recipe says that the
-    initial weights were not random."""
+    initial weights were not random. first_step: at which the run began, that of the run before for a stage that goes
+    on."""
 
     curves: dict[str, Curve]
     lines: int
     broken: int
     titles: Mapping[str, str] = field(default_factory=dict)
     began_with_weights: bool = False
+    first_step: int = 0
+
+    @property
+    def images(self) -> Curve:
+        """Number of images that the run itself has trained on, whose global batch may have changed on a resume."""
+        curve = self["images"]
+        batch = np.round(curve.y / np.maximum(curve.x, 1))
+        return Curve(curve.x, np.cumsum(np.diff(curve.x, prepend=self.first_step) * batch))
 
     def __getitem__(self, key: str) -> Curve:
         return self.curves.get(key, EMPTY)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dino_ds.basics.text_file import read_lines, read_object, read_text
-from dino_ds.config.begun_with import load_run_recipe
+from dino_ds.config.begun_with import Origin, load_run_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import near_run
 from dino_ds.errors import CheckpointError, ConfigError
@@ -149,6 +149,8 @@ def read_run(path: Path) -> RunFiles:
             run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
     run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
+    if origin := Origin.read(path):
+        run.metrics = replace(run.metrics, first_step=origin.first_step)
     return run
 
 

@@ -107,11 +107,12 @@ def _alarms(run: RunFiles) -> list[str]:
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return title, value and explanation of six figures: six fill rows of six, three and two."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
+    since = f" since step {number(facts['first_step'])}" if facts["first_step"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait, entropy = facts["data_wait_fraction"], facts["teacher_entropy"]
     parts = "" if entropy is None else f"entropy {nats(entropy)} + KL {nats(facts['kl'])}"
     return [
-        ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
+        ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{since}{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
         ("loss", nats(facts["loss"]), parts),
         ("speed", number(facts["images_per_second"], 3), "images per second, the mean"),

@@ -16,6 +16,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values, show_value
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
+from dino_ds.evals.results import MOST_SHARED, SHARED
 from dino_ds.models.specs.trained import ALL
 from dino_ds.report.charts import EVALUATED, find_others, summarize_knn
 from dino_ds.report.curves import Curve, Metrics
@@ -36,7 +37,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "trained": describe_network(run),
         "step": run.step,
         "planned_steps": run.planned_steps,
-        "images": _count(metrics["images"]),
+        "first_step": metrics.first_step,
+        "images": _count(metrics.images),
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
@@ -66,6 +68,12 @@ def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
         return "odd", (
             "Whether it has learned is not known: no labeled images were held out (--eval.val_share 0.1, of class "
             f"folders). For this run: dino-ds eval {run.path} --root TRAIN --test_root TEST."
+        )
+    shared = next((e.about.get(SHARED, 0) for e in run.evaluations if e.name == "knn"), 0)
+    if shared >= MOST_SHARED:
+        return "odd", (
+            f"Whether it has learned is not known: {shared:.0%} of the test images looked at are training images too "
+            f"(--eval.root). For this run: dino-ds eval {run.path} --root TRAIN --test_root TEST, with other images."
         )
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
     start = knn.get("untrained", knn.get("start"))
@@ -103,8 +111,9 @@ def describe_network(run: RunFiles) -> str:
 
 
 def training_seconds(metrics: Metrics) -> float | None:
-    """Return the seconds in steps, without evaluations and pauses: images / (images per second), summed over lines."""
-    images, rate = metrics["images"], metrics["images_per_second"]
+    """Return the seconds in the run's own steps, without evaluations and pauses: images / (images per second), summed
+    over lines."""
+    images, rate = metrics.images, metrics["images_per_second"]
     if not len(images) or len(images) != len(rate):
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,7 +123,7 @@ def training_seconds(metrics: Metrics) -> float | None:
 
 def mean_rate(metrics: Metrics) -> float | None:
     """Return the images per second of all training steps, without evaluations and pauses."""
-    seconds, images = training_seconds(metrics), _last(metrics["images"])
+    seconds, images = training_seconds(metrics), _last(metrics.images)
     return images / seconds if seconds and images else None
 
 

@@ -37,6 +37,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Give
     run was built."""
     recipe, config, device = folder.recipe, folder.config, run.step.engine.device
     steps, batch = run.step.schedules.steps, recipe.data.global_batch
+    own_steps = steps - _first_step(folder)
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given_batch)
     shown = list(_summary(run, folder, chosen, settings))
@@ -46,7 +47,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Give
         shown.append(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
     shown += [
         f"warning  {text}"
-        for text in [*few_images(run.options.images, steps * batch), *alone, *slow_teachers(recipe, steps)]
+        for text in [*few_images(run.options.images, own_steps * batch), *alone, *slow_teachers(recipe, steps)]
     ]
     texts = [*notes, *balanced]
     room = max(0, _MOST_LINES - len(shown))
@@ -86,10 +87,12 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Give
     gib = "" if chosen.predicted_gib is None else f"; {chosen.predicted_gib:.1f} GiB of memory predicted{each}"
     yield f"device   {where}, {config.precision}, {ranks} process{'es' if ranks > 1 else ''}{gib}"
     total = f" of the schedules' {steps:,}" if options.last_step < steps else ""
-    images = options.last_step * data.global_batch
+    first = _first_step(folder)
+    images = (options.last_step - first) * data.global_batch
+    since = f" from step {first:,}" if first else ""
     yield Event(
-        f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images, each "
-        f"{images / options.images:,.1f} times",
+        f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}, "
+        f"each {images / options.images:,.1f} times",
         steps=steps,
         last_step=options.last_step,
     )
@@ -99,6 +102,11 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Give
         ]
         changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else " as it is"
         yield f"recipe   {settings.config or 'the defaults'}{changed}"
+
+
+def _first_step(folder: RunFolder) -> int:
+    """The step at which a stage began, else 0."""
+    return folder.origin.first_step if folder.origin else 0
 
 
 def _crops_in_words(recipe: Recipe) -> str:

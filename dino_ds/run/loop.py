@@ -176,6 +176,7 @@ class Loop:
         done, reasons = run.step.applied_steps, distributed.gather_objects(self._stop.why)
         self._beat.enter("end", done)
         self._saver.check_folder()
+        self._reports.finish()
         self._stop.finish()
         _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(reasons) if why)
         if by.startswith("SIG") and reasons.count(by) < len(reasons):

@@ -38,6 +38,8 @@ class Reports:
         self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
         self._began = 0.0, 0
+        self._newest: MicroStep | None = None
+        """Of steps without a line of metrics."""
         self._said_constant = False
         warmup = run.step.schedules.warmup_steps
         objective = run.step.objective
@@ -54,12 +56,13 @@ class Reports:
 
     def trained(self, micro: MicroStep, constant: Tensor, shares: list[Tensor]) -> None:
         """Add a micro-batch of an applied step; `constant` (b,) from `constant_images`, `shares` from `part_shares`."""
+        self._newest = micro
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
         self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
 
     def write(self, out: MicroStep) -> None:
         """Write a step's line of metrics, and the alarms that it raises."""
-        means, speed = self._meter.read(), self.clock.read()
+        means, speed, self._newest = self._meter.read(), self.clock.read(), None
         self.images.report_unreadable()
         predicted = self._run.options.predicted_gib
         record = {
@@ -78,6 +81,11 @@ class Reports:
             part = f"{means['constant_images']:.2%}"
             self._log.info(f"warning  {part} of the images are of one color (constant_images of metrics.jsonl)")
         self._log.info(*alarms)
+
+    def finish(self) -> None:
+        """Write the metrics of a run that ends between two lines, so that it ends at the step that is saved."""
+        if self._newest is not None:
+            self.write(self._newest)
 
     def _describe_step(self, means: dict[str, float], schedule: ScheduleValues) -> dict[str, Any]:
         """The metrics of training: progress, losses, schedules, gradient, skipped steps and bad images."""

@@ -58,10 +58,10 @@ class RunFolder:
         self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
         check_place(path)
 
-    def earlier_value_range(self) -> tuple[float, float] | None:
-        """The data.value_range that the resumed run found at its first start, or None."""
+    def earlier_recipe(self) -> Recipe | None:
+        """The recipe of the resumed run, with the image settings that it began with; None if it can't be read."""
         try:
-            return load_run_recipe(self.path).data.known_range if self.resume else None
+            return load_run_recipe(self.path) if self.resume else None
         except ConfigError:
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dino_ds.basics.durable import replacing_folder
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.weights.find import is_timm_name
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.sidecar import write_with_sidecar
@@ -47,13 +48,18 @@ def export_timm(model: Backbone, out: Path) -> str:
     """Write a folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and loads the model, and
     so does AutoModel.from_pretrained(FOLDER) of transformers, by its wrapper of timm's models.
 
-    Raises ConfigError for a network that timm does not know.
+    A rotary ViT without LayerScale gets one of ones, which changes nothing: all of timm's have it. Raises ConfigError
+    for a network that timm does not know.
     """
     config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
     if model.value_range is not None:
         config["value_range"] = list(model.value_range)
     with _explained(out), replacing_folder(out) as folder:
-        safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", {"format": "pt"})
+        tensors = _tensors(model)
+        if model.is_vit and (arch := model.vit.arch) != _like_timm(arch):
+            names = itertools.product(range(arch.depth), (1, 2))
+            tensors |= {f"blocks.{block}.gamma_{half}": torch.ones(arch.width) for block, half in names}
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return (
         f"timm.create_model('local-dir:{out}', pretrained=True)(images), or "
@@ -61,6 +67,8 @@ def export_timm(model: Backbone, out: Path) -> str:
     )
 
 
+_SMALL = 96
+"""Native size in pixels up to which images are taken to be of that size, which evaluations leave uncut."""
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
@@ -68,19 +76,26 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
 """Format -> function that writes it and returns the line that loads it; ending of its file's or folder's name."""
 
 
-def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments with which timm builds this backbone, or None if timm does not know it."""
+def _like_timm(arch: ViTSpec) -> ViTSpec:
+    """`arch`, with LayerScale if it has rotary positions, as all of timm's."""
+    return dataclasses.replace(arch, layer_scale=1.0) if arch.rope and arch.layer_scale is None else arch
+
+
+def timm_model(model: Backbone, arch: ViTSpec | None = None) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments with which timm builds this backbone, or None if timm does not know it. arch: in the place of
+    a ViT's own."""
     if not model.is_vit:
         return model.network.spec.timm_model("", model.image_size)
-    arch = model.vit.arch
+    arch = arch or model.vit.arch
     # A timm model with the same kind of block; all sizes are arguments.
     kind = "reg4_" if arch.registers else ""
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None and not arch.swiglu else like
-    stated = model.about.get("timm_name")
-    if not is_timm_name(stated) or (stated in VITS and VITS[stated].swiglu != arch.swiglu):
-        stated = usual
-    known = arch.timm_model(stated, model.image_size)
+    name = said if is_timm_name(said := model.about.get("timm_name")) else usual
+    ours = VITS.get(name, VITS["vit_small_patch16_224"])  # others that are read have plain blocks
+    if (ours.swiglu, ours.rope is None) != (arch.swiglu, arch.rope is None):
+        name = usual
+    known = arch.timm_model(name, model.image_size)
     if known is None or arch.rope is not None:
         return known
     return known[0], known[1] | {"mlp_ratio": arch.mlp_ratio}
@@ -88,13 +103,15 @@ def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
 
 def timm_config(model: Backbone) -> dict[str, Any]:
     """A folder's config.json as on the Hugging Face hub. Raises ConfigError for a network that timm does not know."""
-    known, spec = timm_model(model), model.network.spec
+    spec = model.network.spec
+    known = timm_model(model, _like_timm(model.vit.arch) if model.is_vit else None)
     if known is None:
+        what = "with these norms or rotary positions" if model.is_vit else "is a class of your own"
         raise ConfigError(
-            f"{spec.title} is a class of your own, which neither timm nor transformers can build: take "
-            "--format safetensors"
+            f"{spec.title} {what}, which neither timm nor transformers can build: take --format safetensors"
         )
-    name, arguments = known
+    # transformers hands them to timm.create_model, which drops None; from a folder timm would not.
+    name, arguments = known[0], {key: value for key, value in known[1].items() if value is not None}
     return {
         "architecture": name,
         "num_classes": 0,
@@ -107,7 +124,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
             "input_size": [spec.in_chans, model.image_size, model.image_size],
             "fixed_input_size": model.is_vit or "img_size" in arguments,
             "interpolation": "bicubic",
-            "crop_pct": 0.875,
+            "crop_pct": model.crop_pct or (1.0 if model.image_size <= _SMALL else 0.875),
             "crop_mode": "center",
             "mean": list(model.normalization.mean),
             "std": list(model.normalization.std),

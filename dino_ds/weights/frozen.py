@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,16 +14,19 @@ from torch import Tensor
 
 from dino_ds.checkpoint.manifest import WHOLE
 from dino_ds.checkpoint.opening import open_checkpoint
+from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
+from dino_ds.data.find_range import Stated
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, network_parts
 from dino_ds.weights.fit import describe
-from dino_ds.weights.normalization import normalization_of, range_of
+from dino_ds.weights.normalization import normalization_of, range_of, stated_normalization
 from dino_ds.weights.sidecar import recipe_of
-from dino_ds.weights.tensors import check_numbers
+from dino_ds.weights.start import channels_of, read_start
+from dino_ds.weights.tensors import Weights, check_numbers
 
 _CENTERS = ("center", "ibot_center")
 
@@ -128,6 +131,26 @@ def _of_weights(source: str) -> FrozenSource:
         range_of(weights.about),
         notes=[*weights.notes, *network.notes],
     )
+
+
+def stated_images(recipe: Recipe) -> Stated:
+    """What the weights of model.init_from, else those of teacher.source, say of the images they were trained on.
+
+    Raises CheckpointError for weights that can't be read.
+    """
+    model, teacher = recipe.model, recipe.teacher.source
+    reads: dict[str, Callable[[], Weights]] = {}
+    if model.init_from is not None:
+        reads[f"model.init_from {model.init_from}"] = lambda: read_start(model)
+    if teacher is not None:
+        reads[f"teacher.source {teacher}"] = lambda: find_weights(teacher)
+    for by, read in reads.items():
+        with naming(by):
+            weights = read()
+            theirs = stated_normalization(weights.about, channels_of(weights))
+            if theirs is not None:
+                return Stated(by, theirs.for_channels(model.in_chans), range_of(weights.about))
+    return Stated()
 
 
 def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:

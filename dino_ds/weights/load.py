@@ -44,10 +44,12 @@ class Backbone(nn.Module):
     projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for
     hidden patches in training, or None if unknown; `notes` what the source does not state and what was left out of it;
     `value_range` the values of black and white in training images deeper than 8 bits, or None without such images;
-    `normalization` the mean and standard deviation of each channel that `preprocess` removes.
+    `normalization` the mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's for the
+    images of the run, if they are known.
     """
 
     mask_token: Tensor | None = None
+    crop_pct: float | None = None
 
     def __init__(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dino_ds.basics.digits import range_text
 from dino_ds.data.images import ValueRange
-from dino_ds.data.normalization import Normalization
+from dino_ds.data.normalization import USUAL_CHANNELS, Normalization
 from dino_ds.errors import CheckpointError
 
 _MOST = 1e3
@@ -16,14 +17,27 @@ PROCESSOR = "preprocessor_config.json"
 
 
 def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
-    """Mean and deviation removed from training images of `channels` channels, or the usual ones if no file says.
+    """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
+    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where those of other channels are not
+    stated."""
+    stated = stated_normalization(about, channels)
+    if stated is None and channels not in USUAL_CHANNELS:
+        raise CheckpointError(
+            f"no file says the mean and std of its images' {channels} channels: write both, {channels} numbers each, "
+            f"black 0 and white 1, into the JSON beside the weights (FILE.pth.json, or FILE.json of FILE.safetensors)"
+        )
+    return stated or Normalization.usual(channels)
+
+
+def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
+    """Mean and deviation as the file next to the weights states them, None if it does not.
 
     A single number holds for all channels. Raises CheckpointError unless there is a number per channel, and for
     deviations that are not positive.
     """
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
-        return Normalization.usual(channels)
+        return None
     try:
         both = [stated[name] for name in ("mean", "std")]
         each = ([value] * channels if isinstance(value, int | float) else value for value in both)
@@ -53,6 +67,12 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
             f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
         ) from None
     return low, high
+
+
+def notes_on_range(theirs: ValueRange | None, ours: ValueRange | None) -> list[str]:
+    """A note where weights were trained on another range of values than this run's."""
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
+    return [] if theirs == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 
 
 def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_ds.basics.digits import range_text
 from dino_ds.config.model import ModelSection
 from dino_ds.data.images import ValueRange
-from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.build import tensor_shapes
 from dino_ds.models.initialization import Placer
@@ -24,26 +22,21 @@ from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, fit_tensors
 from dino_ds.weights.from_source import differences, flags_for, not_built
 from dino_ds.weights.layouts import LOCAL_NORM, split_local_norm, with_biases
-from dino_ds.weights.normalization import normalization_of, range_of
+from dino_ds.weights.normalization import notes_on_range, range_of
 from dino_ds.weights.tensors import Weights
 
 _MASK_TOKEN = "backbone.mask_token"
 _PATCHES = "patch_embed.proj.weight"
 
 
-def find_start(
-    model: ModelSection, value_range: ValueRange | None = None, normalization: Normalization | None = None
-) -> Weights:
+def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
     """Find the weights of `model.init_from`, adapted to the channels of `model`; their notes say how, what files do not
     state, and what differs in this run.
 
-    value_range: of this run's images deeper than 8 bits; normalization: of all its images, or None for the usual one.
-    Raises CheckpointError, naming flags that would fit, if the weights have another architecture than `model`;
-    ConfigError where the number of channels differs and their mean and deviation are not given.
+    value_range: of this run's images deeper than 8 bits. Raises CheckpointError, naming flags that would fit, if the
+    weights have another architecture than `model`.
     """
-    assert model.init_from is not None
-    ours = model.spec()
-    weights = find_weights(model.init_from, ours if isinstance(ours, ForeignSpec) else None)
+    ours, weights = model.spec(), read_start(model)
     with naming(f"model.init_from {model.init_from}"):
         if isinstance(ours, ViTSpec) and weights.spec is None:
             weights, notes = _fit_vit(weights, model, ours)
@@ -51,12 +44,18 @@ def find_start(
             notes = _notes_on_other(weights, ours)
         notes = [*weights.notes, *notes]
         if weights.kind == "dino_ds" or "mean" in weights.about:
-            notes += _notes_on_images(weights, value_range, normalization or Normalization.usual(ours.in_chans))
+            notes += notes_on_range(range_of(weights.about), value_range)
         if channels_of(weights) != ours.in_chans:
-            _ask_for_normalization(model, channels_of(weights), normalization)
             weights, how = adapt_channels(weights, ours.in_chans)
             notes = [how, *notes]
     return replace(weights, notes=notes)
+
+
+def read_start(model: ModelSection) -> Weights:
+    """The weights of `model.init_from` as they are. Raises CheckpointError."""
+    assert model.init_from is not None
+    ours = model.spec()
+    return find_weights(model.init_from, ours if isinstance(ours, ForeignSpec) else None)
 
 
 def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weights, list[str]]:
@@ -93,32 +92,6 @@ def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
     if source.arguments == ours.arguments:
         return []
     return [f"it was made with model.arguments {source.arguments}, this run's are {ours.arguments}"]
-
-
-def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalization) -> list[str]:
-    """Notes on differences between the images that weights were trained on and this run's. Raises CheckpointError."""
-    trained_with, before, notes = normalization_of(weights.about, channels_of(weights)), range_of(weights.about), []
-    if before != value_range:
-        old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
-        notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
-    if trained_with != ours:
-        notes.append(f"its images had {trained_with} removed, this run's have {ours} (--data.mean, --data.std)")
-    return notes
-
-
-def _ask_for_normalization(model: ModelSection, channels: int, normalization: Normalization | None) -> None:
-    """Raises ConfigError where weights for `channels` channels start a run on others whose mean nobody has given.
-
-    Gray and RGB images have nearly ImageNet's mean; that of other channels is unknown, and the weights need it removed.
-    """
-    ours = model.in_chans
-    if ours not in (1, 3) and normalization in (None, Normalization.usual(ours)):
-        raise ConfigError(
-            f"model.init_from {model.init_from} is for images of {channels} channels, and is adapted to this run's "
-            f"{ours} (model.in_chans) if these have a mean and a deviation of their own: give --data.mean and "
-            f"--data.std, {ours} values each, which dino-ds look-data with this run's images and --model.in_chans "
-            f"{ours} prints"
-        )
 
 
 class InitialWeights:

@@ -123,10 +123,12 @@ def test_shared_images_are_found_by_name_and_content(made, tmp_path, change, sha
     root = Path(shutil.copytree(made / "train", tmp_path / "copy"))
     change(root)
     train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
-    (note,) = note_on_shared(["knn"], train, test, "--test_root")
+    share, (note,) = note_on_shared(["knn"], train, test, "--test_root")
+    assert share == shared / len(test)
     assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
-    assert note_on_shared(["statistics"], train, test, "") == note_on_shared(["knn"], train, None, "") == []
-    assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
+    others = build_source("photos", None, "test", False)
+    for names, images in ((["statistics"], test), (["knn"], None), (["knn"], others)):
+        assert note_on_shared(names, train, images, "") == (0, [])
 
 
 def test_statistics_need_one_set_of_images(place):

@@ -236,7 +236,7 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
         (IBOT | {"objective.ibot_head": "shared", "head.batch_norm": "true"}, "head.batch_norm true: the masked"),
         ({"optimizer.momentum": "0.5"}, "momentum 0.5 has no effect with optimizer.kind adamw: leave it out"),
         ({"optimizer.kind": "sgd", "optimizer.scale": "0.5"}, "scale 0.5 has no effect with optimizer.kind sgd"),
-        (CHANNELS | {"data.std": "none"}, "data.mean is given without data.std: give both, or neither for ImageNet's"),
+        (CHANNELS | {"data.std": "none"}, "data.mean is given without data.std: give both or neither"),
         (CHANNELS | {"data.mean": "0.5,0.5"}, "data.mean 0.5,0.5 has 2 values, and model.in_chans is 3: give one a ch"),
         (CHANNELS | {"data.std": "0.2,0.2,0"}, "data.std 0.2,0.2,0 must be 0.0001 to 1, in values whose black is 0"),
         (CHANNELS | {"data.mean": "123.675,116.28,103.53"}, "must be 0 to 1"),

@@ -14,7 +14,7 @@ from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.mixture import parse_mixture
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
-from dino_ds.data.find_range import with_value_range
+from dino_ds.data.find_range import with_image_settings
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
@@ -124,7 +124,7 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
     np.save(bands / "0.npy", np.zeros((40, 40, 5), np.uint8))
     recipe = recipe_with(root, f"mine=0.5,{bands}=0.5")
     with pytest.raises(ConfigError, match=f"data.mixture: {bands}: model.in_chans is 3, and images .* have 5 channels"):
-        with_value_range(recipe, training_source(recipe.data))
+        with_image_settings(recipe, training_source(recipe.data))
 
 
 def test_a_share_of_no_image_is_refused(root):

@@ -162,7 +162,7 @@ def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
 
     seen = FactsOf(source, 10**6, channels)[0]
     assert (seen.width, seen.height) == (WIDTH, HEIGHT)
-    np.testing.assert_allclose(np.broadcast_to(seen.mean, channels), pixels.mean((0, 1)))
+    np.testing.assert_allclose(np.broadcast_to(seen.values.mean, channels), pixels.mean((0, 1)))
     if channels == 3:
         np.testing.assert_array_equal(np.asarray(EncodedImages.load(source, 0)), pixels)
 

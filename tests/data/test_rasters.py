@@ -16,7 +16,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data import tiff
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import EncodedImage
-from dino_ds.data.find_range import with_value_range
+from dino_ds.data.find_range import with_image_settings
 from dino_ds.data.normalization import visible
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Files, encoded, photo
@@ -121,8 +121,8 @@ def test_pages_are_bands_only_where_so_many_are_wanted():
         "can be read; the first is .*18 pages, the first of 48 x 40 pixels: of a volume or film write one image a file"
     )
     with pytest.raises(DataError, match=said):
-        with_value_range(load_recipe(None, {}), volume)
-    with_value_range(load_recipe(None, {"model.in_chans": "18"}), volume)
+        with_image_settings(load_recipe(None, {}), volume)
+    with_image_settings(load_recipe(None, {"model.in_chans": "18"}), volume)
     for wanted in (18, None):
         assert EncodedImage(volume.contents[0], "file", None, channels=wanted).channels == 18
 
@@ -167,7 +167,7 @@ def test_a_missing_codec_is_named(monkeypatch):
         "none of the images looked at can be read; the first is files/0.png .bands compressed by LZW need imagecodecs"
     )
     with pytest.raises(DataError, match=said):
-        with_value_range(load_recipe(None, {}), Files(LAYOUTS["interleaved LZW tiles"]))
+        with_image_settings(load_recipe(None, {}), Files(LAYOUTS["interleaved LZW tiles"]))
 
 
 # channels
@@ -265,7 +265,7 @@ def test_dicom_gives_the_values_that_pixels_stand_for():
         np.testing.assert_array_equal(stored(signed, 1), -1 - GRAY.astype(np.int16))
     assert EncodedImage(dicom(SHALLOW[..., 0].copy()), "f", None, channels=3).decode().shape == (40, 48, 3)
     with pytest.raises(ConfigError, match=r"int32, values -1023 to 2815; .* give --data.value_range -1023,2815"):
-        with_value_range(load_recipe(None, {}), Files(dicom(GRAY, **ct)))
+        with_image_settings(load_recipe(None, {}), Files(dicom(GRAY, **ct)))
 
 
 EMPTY = {"RescaleSlope": None, "RescaleIntercept": ""}

@@ -15,7 +15,7 @@ from PIL import Image
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import EncodedImage
-from dino_ds.data.find_range import with_value_range
+from dino_ds.data.find_range import with_image_settings
 from dino_ds.data.images import in_channels
 from dino_ds.errors import DataError
 from tests.data.files import Files, encoded, photo, png16
@@ -159,13 +159,13 @@ def test_a_channel_that_is_called_alpha_is_asked_about_where_it_looks_like_an_im
         with pytest.raises(
             DataError, match=r"none of the images looked at can be read; the first is .*--model\.in_chans 4"
         ):
-            with_value_range(load_recipe(None, {}), Files(data))
+            with_image_settings(load_recipe(None, {}), Files(data))
     elif "pre" not in form:
         opacity = values[..., None] / 255
         np.testing.assert_allclose(found / white, RGB / 255 * opacity + 1 - opacity, atol=1.5 / 255)
     if (form, alpha) == ("WEBP", "opaque"):  # has no alpha
         return
-    with_value_range(load_recipe(None, {"model.in_chans": "4"}), Files(data))
+    with_image_settings(load_recipe(None, {"model.in_chans": "4"}), Files(data))
     np.testing.assert_array_equal(read(data, 4), expected_of(16 if "16" in form else 8, np.dstack([RGB, values])))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -13,7 +14,8 @@ from dino_ds.report.command import run as report
 from dino_ds.report.folder import read_run
 from tests.ranks import run_on_ranks
 from tests.report.runs import assert_inside
-from tests.run.harness import image_folder, train_tiny
+from tests.run.harness import TINY, image_folder, log_of, train_tiny
+from tests.run.test_stages import flags, run, words_of
 
 
 @pytest.mark.slow
@@ -35,3 +37,27 @@ def test_a_real_run_is_understood(tmp_path):
     files = [str(folder / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
     batch = load_recipe(files[0], {}).data.global_batch
     assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
+
+
+@pytest.mark.slow
+def test_a_stage_has_figures_of_its_own(tmp_path):
+    """After a run of four steps; what it begins with is measured, and its log and page state the same start. Its test
+    images are those that it trains on, which they say."""
+    images, stage = image_folder(tmp_path / "images", classes=2), tmp_path / "stage"
+    changes = {**TINY, "data.root": str(images), "eval.every": "2 steps", "eval.root": str(images), "eval.k": "3"}
+    changes |= {"model.drop_path": "0", "log_every": "10"}
+    assert run(words_of(tmp_path / "run", "--max_steps", "4", *flags(changes))) is None
+    begin = ["--from", str(tmp_path / "run"), "--stage_start", "continue", "--length", "5 steps"]
+    assert run(words_of(stage, *begin, "--max_steps", "3")) is None
+    for more in ([], ["--resume", "--max_steps", "4"]):
+        assert not more or run(words_of(stage, *more)) is None
+        found, log = report(ReportOptions(run=str(stage))).data, log_of(stage)
+        own = found["step"] - 4
+        assert (found["first_step"], own, found["planned_steps"]) == (4, 4 if more else 3, 9)
+        assert found["images"] == 8 * own == pytest.approx(found["images_per_second"] * found["training_seconds"])
+        assert f"{8 * own} images from step 4, each" in log
+        assert found["best"]["start"] == found["knn"]["start"]
+        starts = re.findall(r" start ([\d.]+)", log[log.rindex("done     step") :])
+        assert [float(text) for text in starts] == pytest.approx([found["knn"]["start"]] * 2, abs=0.06)
+        assert "Whether it has learned is not known: 100% of the test images" in (stage / "report.html").read_text()
+        assert "warning  test images are training images too" in log

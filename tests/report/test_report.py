@@ -22,7 +22,7 @@ from dino_ds.report.folder import read_events, read_run
 from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import judge, mean_rate, summarize
 from dino_ds.report.text import duration, number
-from tests.report.runs import DONE, knn, make_run, record, save_picture, write_events
+from tests.report.runs import DONE, EVALUATIONS, knn, make_run, record, save_picture, write_events
 
 
 class _Page(HTMLParser):
@@ -112,12 +112,16 @@ def test_the_page_has_every_part(tmp_path, capsys):
         ),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
         ((), 0, "odd", "Whether it has learned is not known: no labeled images"),
+        ((62, 99, 99.9), 0.9, "odd", "Whether it has learned is not known: 90% of the test images looked at are train"),
     ],
 )
 def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
     folder = make_run(tmp_path / "run", pictures=False)
     found = [knn(step, accuracy) for step, accuracy in zip((0, 50, 100), accuracies, strict=False)]
-    _write_metrics(folder, *found, {**record(100), "collapsed": collapsed})
+    if collapsed == 0.9:  # the part of the test images that is trained on
+        results = {"knn": {**EVALUATIONS["knn"], "shared": collapsed}}
+        (folder / "evaluations.json").write_text(json.dumps(results))
+    _write_metrics(folder, *found, {**record(100), "collapsed": int(collapsed)})
     shown = read_run(folder)
     said = judge(shown, summarize_knn(shown.metrics))
     assert said[0] == level and said[1].startswith(says)
@@ -133,6 +137,32 @@ def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path
     assert "stopped at 30 of 100" in page.text and "newest, step 20 70.0 %" in page.text
     line = capsys.readouterr().out
     assert line.startswith("stopped ") and "step 30 of 100, loss" in line and "k-NN 70.0 % at step 20" in line
+
+
+@pytest.mark.usefixtures("no_charts")
+@pytest.mark.parametrize("stage", [{}, {"stage_start": "continue"}, {"stage_start": "restart"}], ids=str)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_figures_of_a_page_have_one_base(tmp_path, capsys, stage, resumed):
+    """Images, time, speed and start are the run's own, also of a stage whose steps go on from the run before."""
+    begin = 200 if stage == {"stage_start": "continue"} else 0
+    events = [Event(f"resumed  at step {begin + 20}, epoch 4, image 0")] if resumed else []
+    folder = make_run(tmp_path / "run", *events, Event(f"stopped  by SIGTERM at step {begin + 35}"), recipe=stage)
+    (folder / "best_teacher.json").write_text(
+        json.dumps({"step": begin + 20, "best": {"metric": "knn", "value": 55.0, "start": 43.7}})
+    )
+    if stage:
+        origin = {"run": "runs/a", "run_id": "aa", "step": 200, **stage}
+        (folder / "environment.json").write_text(json.dumps({"run_id": "ab", "from": origin}))
+    steps = [begin + step for step in (10, 20, 30, 35)]
+    _write_metrics(folder, knn(begin, 43.7), *map(record, steps), knn(begin + 20, 55.0))
+    page, facts = _report(folder), summarize(read_run(folder))
+    assert (facts["step"], facts["first_step"], facts["images"]) == (begin + 35, begin, 35 * 64)
+    assert facts["training_seconds"] == pytest.approx(3.5) and facts["images_per_second"] == pytest.approx(640)
+    starts = [value for key, value in facts["knn"].items() if key in ("start", "untrained")]
+    assert starts == [facts["best"]["start"]] == [43.7]
+    since = f" since step {begin}" if begin else ""
+    assert f"2,240 images{since}, epoch" in page.text and "43.7 % at the start" in page.text and "4 s" in page.text
+    assert f"step {begin + 35} of 100, loss" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -325,7 +355,8 @@ def test_numbers_as_people_read_them():
 
 
 def test_figures_of_a_run():
-    curves = {"images": _curve(100, 300), "images_per_second": _curve(100, 50)}
+    images = Curve(np.array([1.0, 2]), np.array([100.0, 400]))  # a step of 100 images, and one of 200 after a resume
+    curves = {"images": images, "images_per_second": _curve(100, 50)}
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
     found = summarize_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}

@@ -12,12 +12,10 @@ import torch
 
 import dino_ds
 from dino_ds.commands import embed
-from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.data.normalization import Normalization
+from dino_ds.config.loading import load_recipe
 from dino_ds.evals.results import read_results
 from dino_ds.options.model import EmbedOptions
 from dino_ds.weights.export import FORMATS
-from dino_ds.weights.start import find_start
 from tests.ranks import run_on_ranks
 from tests.run.harness import losses_of, train_tiny
 
@@ -90,12 +88,7 @@ def test_images_are_prepared_by_the_run_s_mean_and_deviation(place, tmp_path):
     assert config["mean"] == list(MEAN) and config["std"] == list(STD)
 
 
-def test_another_mean_is_refused_on_resume_and_noted_in_a_start_from_the_teacher(place):
-    root, run = place / "images", place / "run"
+def test_another_mean_is_refused_on_resume(place):
     other = {**CHANGES, "data.mean": "0.05,0.1,0.15,0.2,0.3,0.5"}
-    said = train_tiny(root, run, max_steps=3, resume=True, changes=other)
+    said = train_tiny(place / "images", place / "run", max_steps=3, resume=True, changes=other)
     assert re.search(r"changed since step 2: .*data.mean .*accept with --allow_change .*data.mean", said)
-    recipe = load_recipe(str(run / "config.yaml"), {})
-    model = change_recipe(recipe, {"model.init_from": str(run)}).model
-    assert find_start(model, (0.0, 4095.0), Normalization.of(recipe)).notes == []
-    assert "its images had mean 0.05,0.1,0.15,0.2,0.3,0.4, std" in find_start(model, (0.0, 4095.0)).notes[-1]

@@ -15,7 +15,6 @@ from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.commands import evaluate
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.cutting import EvalCrop
-from dino_ds.data.normalization import IMAGENET
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.results import read_results
 from dino_ds.options.model import EvalOptions, PicturesOptions
@@ -67,10 +66,11 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
     FORMATS["timm"][0](dino_ds.load(run), tmp_path / "timm")
     deep = np.random.default_rng(0).integers(0, 4096, (50, 60), dtype=np.uint16)
     unit = np.repeat(deep.astype(np.float32)[:, :, None] / np.float32(4095), 3, axis=2)
+    measured = dino_ds.load(run).normalization
     for path in (run, tmp_path / "copy.safetensors", tmp_path / "timm"):
         model = dino_ds.load(path)
         for image in (Image.fromarray(deep), np.repeat(deep[:, :, None], 3, axis=2)):
-            torch.testing.assert_close(model.preprocess(image), EvalCrop(32, IMAGENET)(unit), rtol=0, atol=1e-6)
+            torch.testing.assert_close(model.preprocess(image), EvalCrop(32, measured)(unit), rtol=0, atol=1e-6)
         assert model.preprocess(Image.new("L", (40, 50))).shape == (3, 32, 32)
         with pytest.raises(ConfigError, match=r"this image \(uint16 values, 0 to 8\d+: beyond data.value_range 0,4095"):
             model.preprocess(deep * 2)

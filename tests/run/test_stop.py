@@ -66,10 +66,12 @@ def _asked_to_stop_in_a_fit(root, run, changes):
 def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
     run, test = tmp_path / "run", image_folder(tmp_path / "test", 9, 3, seed=1)
     changes = {"eval.evals": "linear", "eval.every": "2 steps", "eval.root": str(test), "length": "4 steps"}
+    changes["log_every"] = "10"
     assert run_on_ranks(_asked_to_stop_in_a_fit, images, run, changes) == ["stopped"] * 2
     assert "stopped  by SIGTERM (rank 1) at step 2; saved step 2." in log_of(run)
     assert json.loads((run / "evaluations.json").read_text())["linear"]["step"] == 0
     assert [line["step"] for line in read_metrics(run) if "eval/linear" in line] == [0]
+    assert [line["step"] for line in read_metrics(run) if "loss" in line] == [2]  # the saved step has a line
     assert run_on_ranks(train_tiny, images, run, resume=True, changes=changes) == [None, None]
 
 

@@ -43,7 +43,8 @@ def _images(channels: int = 3, height: int = 64, width: int = 64) -> Tensor:
 
 
 def _model(spec: ForeignSpec) -> Backbone:
-    return Backbone(randomised(build_backbone(spec, 64)), 64, "here", {"step": 3, "images": 24})
+    about = {"step": 3, "images": 24, "mean": 0.4, "std": 0.2}
+    return Backbone(randomised(build_backbone(spec, 64)), 64, "here", about)
 
 
 def _exported(kind: str, form: str, tmp_path) -> tuple[Backbone, str]:
@@ -109,6 +110,7 @@ class TestIn:
         """Files such as dino_resnet50_linearweights or torchvision's own, for four channels too."""
         theirs = timm.create_model(name, num_classes=3, in_chans=4).eval()
         torch.save({"state_dict": theirs.state_dict()}, tmp_path / "a.pth")
+        (tmp_path / "a.pth.json").write_text('{"mean": 0.4, "std": 0.2}')
         ours = load(tmp_path / "a.pth")
         assert_same(
             ours.features(_images(4)), theirs.forward_head(theirs.forward_features(_images(4)), pre_logits=True)

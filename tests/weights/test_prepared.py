@@ -26,18 +26,32 @@ def _image(width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-@pytest.mark.parametrize("shape", [(20, 30), (32, 32), (40, 24), (31, 64)])
-def test_small_images_as_the_note_says(tmp_path, shape):
-    """timm's transform with crop_pct 1 gives our pixels of images that dino_ds leaves uncut."""
-    model, image = _backbone(), _image(*shape)
-    ours = model.preprocess(image)
-    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
-    page = export(ExportOptions(model=str(tmp_path / "a.safetensors"), format="timm", out=str(tmp_path / "timm"))).page
-    assert "crop_pct to 1" in page
-    config = timm.data.resolve_data_config(json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"])
-    transform = timm.data.create_transform(**config | {"crop_pct": 1.0})
-    if min(shape) * max(shape) % 2 == 0:  # of odd borders timm cuts the other half
-        torch.testing.assert_close(transform(image), ours, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("side", "longer"), [(24, 30), (32, 40), (48, 64), (100, 150)])  # of odd borders timm cuts
+@pytest.mark.parametrize("of_a_run", [False, True])  # the other half
+def test_an_export_prepares_images_as_evaluations_do(tmp_path, side, longer, of_a_run):
+    """timm's transform gives dino_ds's pixels and features, of images as large as most of the run's; of weights alone
+    where images are not larger than the network's, whose export says so."""
+    model, source = _backbone(), tmp_path / "a.safetensors"
+    for i, sides in enumerate([(side, side), (side, longer), (longer, side)]):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        _image(*sides).save(tmp_path / f"images/{i}.png")
+    FORMATS["safetensors"][0](model, source)
+    if of_a_run:
+        source = tmp_path / "run"
+        FORMATS["safetensors"][0](model, tmp_path / "run/teacher.safetensors")
+        (source / "config.yaml").write_text(f"data: {{root: {tmp_path / 'images'}}}")
+    page = export(ExportOptions(model=str(source), format="timm", out=str(tmp_path / "timm"))).page
+    stated = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
+    cuts = side > 32 and of_a_run
+    assert stated["crop_pct"] == (0.875 if cuts else 1) and f"crop_pct is {stated['crop_pct']:g}" in page
+    other = "at most 32 pixels, set it to 1" if cuts else "more than 32 pixels, set it to 0.875"
+    assert f"where the shorter side has {other}" in page
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(stated))
+    for path in (tmp_path / "images").iterdir() if of_a_run or side <= 32 else ():
+        ours, theirs = model.preprocess(path), transform(Image.open(path))
+        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+        cosine = torch.cosine_similarity(*(model.features(pixels[None]) for pixels in (ours, theirs)))
+        assert cosine.item() > 0.999
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 
@@ -13,15 +14,17 @@ import torch
 from torch import nn
 
 import dino_ds
-from dino_ds.errors import CheckpointError
-from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.fit import Description
 from dino_ds.weights.load import Backbone, _filled, load
 from tests.sample import sampled
-from tests.weights.originals import images
+from tests.weights.originals import assert_same, images, randomised
 
 KINDS = ["vit_small_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"]
 KINDS += ["vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"]
@@ -76,37 +79,78 @@ def test_timm_builds_the_exported_folder(name, size, tmp_path):
     torch.testing.assert_close(empty(images(size, size)), model.features(images(size, size)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("stated", [None, "vit_small_patch16_224"])
-def test_timm_builds_a_swiglu_without_layer_scale(tmp_path, stated):
-    """timm has no model of that name: the line that the export prints makes it of a giant's, whatever a file says."""
-    model = _backbone(KINDS[3])
-    spec = dataclasses.replace(model.vit.arch, layer_scale=None)
-    model = Backbone(VisionTransformer(spec, SIZE, BackboneOptions()), SIZE, "a test", {"timm_name": stated})
-    export_timm(model, tmp_path / "out")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    given = images(SIZE, SIZE)
-    torch.testing.assert_close(theirs(given), model.features(given), rtol=1e-5, atol=1e-5)
-    assert load(tmp_path / "out").vit.arch.swiglu
+FOREIGN = [
+    ("vit_medium_patch16_gap_240", '{"depth": 1, "embed_dim": 64, "num_heads": 2, "qk_norm": true}', 3),
+    (
+        "vit_small_patch32_224",
+        '{"class_token": false, "depth": 1, "embed_dim": 64, "global_pool": "avg", "num_heads": 2}',
+        4,
+    ),
+    ("deit3_small_patch16_224", '{"depth": 1, "embed_dim": 64, "init_values": null, "num_heads": 2}', 1),
+    (
+        "eva02_tiny_patch14_224",
+        '{"depth": 1, "embed_dim": 64, "num_heads": 2, "num_reg_tokens": 2, "patch_size": 16}',
+        3,
+    ),
+    ("resnet18", '{"channels": [8, 8, 16, 16], "global_pool": "max", "layers": [1, 1, 1, 1]}', 4),
+    ("convnext_atto", '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16], "ls_init_value": null}', 3),
+]
+"""Other networks of timm's, with arguments that change what is computed: null is the default, as in training."""
 
 
-@pytest.mark.parametrize("name", KINDS[:1] + KINDS[-1:])
-def test_transformers_gives_the_same_features(name, tmp_path):
-    """By its wrapper of timm's models, at other sizes too, and of images of one channel."""
-    transformers = pytest.importorskip("transformers")
-    model = _backbone(name)
-    if name == KINDS[0]:
-        arch = dataclasses.replace(model.vit.arch, in_chans=1)
-        model = Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {})
-    export_timm(model, tmp_path / "out")
-    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["unexpected_keys"] and not info["missing_keys"]
-    channels, size = model.network.spec.in_chans, SIZE
-    output = theirs.eval()(pixel_values=images(size, size, channels=channels))
-    torch.testing.assert_close(output.pooler_output, output.last_hidden_state[:, 0], rtol=1e-5, atol=1e-5)
-    ours = model.features(images(size, size, channels=channels))
-    torch.testing.assert_close(output.pooler_output, ours, rtol=1e-5, atol=1e-5)
-    stated = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
-    assert stated["input_size"][0] == len(stated["mean"]) == len(stated["std"]) == channels
+def _read_back(model: Backbone, place) -> None:
+    """timm, transformers where it is installed, and dino_ds compute the features of `model` from its exports: 1e-5 of
+    the largest; the first two take nothing from elsewhere, and leave nothing out."""
+    export_timm(model, place / "out")
+    given = images(model.image_size, model.image_size, channels=model.network.spec.in_chans)
+    ours, folder = model.features(given), place / "out"
+    found = [timm.create_model(f"local-dir:{folder}", pretrained=True).eval()(given), load(folder).features(given)]
+    if importlib.util.find_spec("transformers"):
+        import transformers
+
+        theirs, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values()), info
+        found.append(theirs.eval()(pixel_values=given).pooler_output)
+    FORMATS["safetensors"][0](model, place / "a.safetensors")
+    found.append(load(place / "a.safetensors").features(given))
+    about = json.loads((place / "a.json").read_text())
+    if "timm_arguments" in about:  # else only dino_ds reads it, as the export says
+        name = json.loads((folder / "config.json").read_text())["architecture"]
+        empty = timm.create_model(name, num_classes=0, **about["timm_arguments"]).eval()
+        empty.load_state_dict(safetensors.torch.load_file(place / "a.safetensors"), strict=True)
+        found.append(empty(given))
+    for features in found:
+        assert_same(features, ours)
+
+
+@pytest.mark.parametrize(
+    ("swiglu", "rope", "registers", "scale", "channels", "patch"),
+    sampled(
+        itertools.product([False, True], [None, "separate"], [0, 2], [None, 0.5], [1, 3, 4], [8, 16]),
+        lambda cell: tuple(itertools.combinations(cell, 2)),
+    ),
+)
+def test_vits_are_read_back(tmp_path, swiglu, rope, registers, scale, channels, patch):
+    """Each pair of options. timm's rotary ViTs all have LayerScale: the export gives them one of ones."""
+    how = {"mlp_ratio": 6.0 if swiglu else 4.0, "norm_eps": 1e-5 if rope else 1e-6, "qkv_bias": not rope or swiglu}
+    spec = ViTSpec(patch, 64, 2, 2, swiglu=swiglu, rope=rope, registers=registers, in_chans=channels, **how)
+    spec = dataclasses.replace(spec, layer_scale=scale)
+    about = {"mean": 0.5, "std": 0.25, "step": 1}
+    _read_back(Backbone(randomised(build_backbone(spec, SIZE)), SIZE, "a test", about), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "arguments", "channels"), FOREIGN)
+def test_other_networks_are_read_back(tmp_path, name, arguments, channels):
+    network = randomised(build_backbone(ForeignSpec(name, channels, arguments), 64))
+    _read_back(Backbone(network, 64, "a test", {"mean": 0.5, "std": 0.25}), tmp_path)
+
+
+def test_what_no_other_program_builds_is_refused_in_words(tmp_path):
+    for change in ({"rms_norm": True}, {"cls_norm": True}, {"rope_min_period": 1.0, "rope_max_period": 9.0}):
+        spec = ViTSpec(8, 64, 1, 2, rope="separate", norm_eps=1e-5, **change)
+        model = Backbone(build_backbone(spec, SIZE), SIZE, "a test", {})
+        with pytest.raises(ConfigError, match="with these norms or rotary positions, which neither timm nor transf"):
+            export_timm(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("way", ["dino", "antialias"])

@@ -115,17 +115,18 @@ class ViTSpec(BackboneSpec):
             name, arguments = self.timm, arguments | {"mlp_ratio": self.mlp_ratio}
         as_named = VITS.get(name)
         if as_named is None or as_named.layer_scale != self.layer_scale:
-            arguments["init_values"] = self.layer_scale
+            arguments["init_values"] = self.layer_scale or 0  # create_model drops None, for the default of the name
         if as_named is None or as_named.registers != self.registers:
             arguments |= {"reg_tokens": self.registers, "no_embed_class": self.registers > 0}
         return name, arguments | size
 
     def _timm_eva(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """A timm function for DINOv3, all of which fix norms and RoPE, and further arguments; None if those differ."""
+        """A timm function for DINOv3, all of which fix norms, RoPE and that there is LayerScale, and further arguments;
+        None if those differ."""
         like = VITS.get(name, _DINOV3)
         name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
         fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
-        if any(getattr(self, key) != getattr(like, key) for key in fixed):
+        if self.layer_scale is None or any(getattr(self, key) != getattr(like, key) for key in fixed):
             return None
         wanted, as_named = self._eva_arguments(), like._eva_arguments()
         changed = {key: value for key, value in wanted.items() if value != as_named[key]}

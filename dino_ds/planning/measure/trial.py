@@ -16,7 +16,7 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.data.feed import Position
-from dino_ds.data.find_range import with_value_range
+from dino_ds.data.find_range import with_image_settings
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import training_images
@@ -67,7 +67,7 @@ def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
     """The batches that `train` would take, from its first step on. Raises DataError."""
     data, engine = recipe.data, trial.step.engine
     source = training_images(data, recipe.eval.val_share)
-    recipe, _ = with_value_range(recipe, source)
+    recipe, _ = with_image_settings(recipe, source)
     return build_prefetcher(recipe, source, engine.config.micro_batch, engine.device, Position())
 
 
