@@ -16,7 +16,7 @@ from typing import Any
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.basics.text_file import is_url, read_object
 from dino_ds.config.fields import LEARNED_SECTIONS, PATH
-from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.loading import change_recipe, recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import differences, flatten, named_values, options_of
 from dino_ds.errors import CheckpointError, ConfigError
@@ -178,7 +178,7 @@ def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag:
     path that is taken from that folder instead of the current one.
     Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder.
     """
-    recipe = load_recipe(str(run_dir / "config.yaml"), {})
+    recipe = recorded_recipe(run_dir / "config.yaml")
     folder = started_in(run_dir)
     moved = {}
     for key, value in named_values(recipe):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dino_ds.basics.text_file import read_lines, read_object, read_text
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import near_run
 from dino_ds.errors import ConfigError
@@ -197,7 +197,7 @@ def _read_recipe(run: RunFiles) -> None:
     run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
     if run.recipe_text:
         try:
-            run.recipe = load_recipe(str(path), {})
+            run.recipe = recorded_recipe(path)
             run.metrics = with_titles(run.metrics, run.recipe)
         except ConfigError as error:
             run.notes.append(f"config.yaml is not a recipe of this version: {str(error).splitlines()[0]}")

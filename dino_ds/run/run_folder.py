@@ -22,7 +22,7 @@ from dino_ds.config.begun_with import (
 )
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
-from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.config.loading import dump_recipe, recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_checkpoint, holds_run, nothing_to_resume
 from dino_ds.engine import distributed
@@ -62,7 +62,7 @@ class RunFolder:
     def earlier_value_range(self) -> tuple[float, float] | None:
         """The data.value_range that the resumed run found at its first start, or None."""
         try:
-            return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
+            return recorded_recipe(self.path / "config.yaml").data.known_range if self.resume else None
         except ConfigError:
             return None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dino_ds.config.crop_checks import fitting_sizes
-from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.loading import change_recipe, recorded_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import CropsSection
@@ -32,7 +32,7 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
     assert model.init_from is not None
     path = Path(run_dir or "", "config.yaml")
     if run_dir is not None and path.is_file():
-        begun = load_recipe(str(path), {})
+        begun = recorded_recipe(path)
         before = begun.model
         if before.init_from == model.init_from:
             values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *FLAGS)}

@@ -9,9 +9,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image, ImageEnhance
+from pyarrow import parquet
 
 import dino_ds
 from dino_ds.commands import embed
@@ -211,7 +213,24 @@ def _described(place, **values):
     (place / "npy.npy.json").write_text(json.dumps(about | values))
 
 
+def _reordered(place):
+    """The first two rows change places, as after sorting an array."""
+    rows = np.load(place / "npy.npy", mmap_mode="r+")
+    rows[[0, 1]] = rows[[1, 0]]
+    rows.flush()
+
+
+def _described_by_another(place):
+    """Features of the same images by another array of this shape, beside the first one's description."""
+    table = parquet.read_table(place / "parquet.parquet")
+    turned = table["features"].combine_chunks().take(pyarrow.array(range(len(table))[::-1]))
+    parquet.write_table(table.set_column(3, "features", turned), place / "parquet.parquet")
+
+
 REFUSED = {
+    "order": ("npy", _reordered, r"npy\.npy has other rows than npy\.npy\.json describes, or in another order"),
+    "order in parquet": ("parquet", _described_by_another, r"parquet\.parquet has other rows than"),
+    "longer": ("npy", lambda place: np.save(place / "npy.npy", np.ones((68, 64), np.float32)), "are not as embed"),
     "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "are not as embed writes them"),
     "gone": ("npy", lambda place: (place / "npy.npy.json").unlink(), r"npy\.npy\.json can't be read: No such file"),
     "parquet": (
@@ -245,6 +264,17 @@ def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
     with pytest.raises(UserError, match=said) as told:
         dino_ds.curate(copy / f"{form}.{form}", duplicates=0.95, root=copy / "images", out=tmp_path / "out")
     assert "\n" not in str(told.value) and not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=said):
+        dino_ds.find(copy / f"{form}.{form}", ["0"], root=copy / "images", out=tmp_path / "out")
+
+
+def test_features_without_a_digest_are_used_with_a_note(place, tmp_path):
+    copy = shutil.copytree(place, tmp_path / "place", symlinks=True)
+    about = json.loads((copy / "npy.npy.json").read_text())
+    del about["rows_sha256"]
+    (copy / "npy.npy.json").write_text(json.dumps(about))
+    with pytest.warns(UserWarning, match="whether the rows are in the order of the images is not known"):
+        dino_ds.find(copy / "npy.npy", ["0"], root=copy / "images")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dino_ds.basics.own_code import allow_code, allowed_code
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import UserError
 
@@ -63,7 +64,7 @@ def run_in_child(function: str, threads: int, **kwargs: Any) -> ChildResult:
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
     with tempfile.TemporaryDirectory() as folder:
-        call = json.dumps({"function": function, "kwargs": kwargs})
+        call = json.dumps({"function": function, "kwargs": kwargs, "code": allowed_code()})
         result = Path(folder, "result.json")
         command = [sys.executable, "-c", "from dino_ds.planning.measure.memory import _child; _child()", str(result)]
         done = subprocess.run(command, env=environment, input=call, capture_output=True, text=True)
@@ -84,6 +85,7 @@ def _child() -> None:
     from dino_ds.engine.process import init_distributed
 
     init_distributed()
+    allow_code(call["code"])
     module, _, name = call["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     imports = resident_mib()
