@@ -35,8 +35,8 @@ WRITING = {
 }
 THERE = '{"knn": {}}'
 """The content of the file that is there: results of an evaluation too, to which another one's may be added."""
-PRINTING = {"advise", "bench inference", "bench ladder", "doctor", "launch"}
-"""Commands that write no file; `launch` starts `train`."""
+PRINTING = {"advise", "bench inference", "bench ladder", "doctor"}
+"""Commands that write no file."""
 
 
 def test_every_command_is_here():
