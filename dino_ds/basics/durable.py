@@ -6,8 +6,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from dino_ds.errors import ConfigError
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -48,6 +50,24 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         put_in_place(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_absent(path: Path, how: str = "name another with --out") -> None:
+    """Raises ConfigError if there is anything at `path`, where an output is to be written."""
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} is there already: remove it, or {how}")
+
+
+def free_stem(named: str | None, default: Path, endings: Sequence[str]) -> str:
+    """`named`, or else `default`, for files of these endings of which none exists; `default` gets a number from 2 where
+    it is taken. Raises ConfigError for a file that exists of `named`."""
+    stem, number = os.path.expanduser(named or default), 1
+    while named is None and any(os.path.lexists(f"{stem}{ending}") for ending in endings):
+        number += 1
+        stem = f"{default}-{number}"
+    for ending in endings:
+        check_absent(Path(f"{stem}{ending}"))
+    return stem
 
 
 def append_whole(descriptor: int, content: bytes) -> None:

@@ -1,23 +1,55 @@
-"""Imports the user's classes and functions that a recipe names, and reports if their code changes torch's dtype."""
+"""Imports the user's classes and functions that a recipe names, and reports if their code changes torch's dtype.
+
+Only what the user has typed is imported: a file that is read may name any module of the current folder.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dino_ds.basics.names import did_you_mean
 from dino_ds.errors import ConfigError, one_line
+
+CODE_KEYS = ("data.source", "model.backbone", "objective.terms", "teacher.others")
+"""The keys of a recipe that name code."""
+_allowed = set[str]()
+
+
+def allow_code(texts: Iterable[object]) -> None:
+    """Allow this process to import each MODULE:NAME in `texts`, which the user has typed or an own process sends."""
+    _allowed.update(name for text in texts for name in re.findall(r"[\w.]+:\w+", str(text)))
+
+
+def allowed_code() -> list[str]:
+    """Each MODULE:NAME that this process may import."""
+    return sorted(_allowed)
+
+
+def why_refused(path: str) -> str:
+    """Why the MODULE:NAME `path` that a file names may not be imported, as the end of a sentence; "" if it may."""
+    name = ascii(path)[1:-1][:80]
+    remedy = f"if it is yours, add --allow_code {name} (in dino_ds.load: backbone=)"
+    return "" if path in _allowed else f"names the class {name}, whose code would run: {remedy}"
+
+
+def check_allowed(key: str, path: str) -> None:
+    """Raises ConfigError where a file names the MODULE:NAME `path` as `key`, and the user does not."""
+    if refused := why_refused(path):
+        raise ConfigError(f"{key}: a file {refused}")
 
 
 def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
     """Import the object that `path` names as MODULE:NAME, from Python's path or the current folder.
 
     key: the recipe's key with this path; kind: words for the objects that `is_kind` accepts: no others are ever called.
-    Raises ConfigError.
+    Raises ConfigError, also for a path that only a file names.
     """
+    check_allowed(key, path)
     module_name, _, name = path.partition(":")
     if module_name == "__main__" and not _loaders_find_main(key):
         raise ConfigError(

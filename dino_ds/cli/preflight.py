@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run
@@ -15,6 +16,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.health.lock import RunLock
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together
+from dino_ds.method.specs.own import code_of
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The same variables as they are named by programs that start ranks without setting ours.
@@ -50,6 +52,8 @@ def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
     """Check values and paths that would otherwise stop the start half a minute later. Raises UserError."""
     from dino_ds.data.root import check_photos
 
+    for key, path in code_of(recipe):
+        check_allowed(key, path)
     check_photos(recipe.data.source, recipe.data.root)
     recipe.check_learning_rates()
     check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dino_ds.basics.durable import replacing_folder, why_not_writable
+from dino_ds.basics.durable import check_absent, replacing_folder, why_not_writable
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.options.definition import Result
 from dino_ds.options.model import CurateOptions
@@ -42,8 +42,7 @@ def check(options: CurateOptions) -> None:
         raise ConfigError(
             f"--clusters {','.join(map(str, options.clusters))}: each level has fewer than the one before"
         )
-    if os.path.lexists(folder := _folder(options)):
-        raise ConfigError(f"{folder} is there already: remove it, or name another with --out")
+    check_absent(folder := _folder(options))
     if reason := why_not_writable(folder):
         raise ConfigError(f"{folder} can't be written: {reason}; fix --out")
 

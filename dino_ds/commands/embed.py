@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from dino_ds.basics.durable import why_not_writable
+from dino_ds.basics.durable import check_absent, why_not_writable
 from dino_ds.basics.text_file import is_url
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.definition import Result
@@ -33,8 +33,8 @@ def check(options: EmbedOptions) -> None:
         raise ConfigError(f"--out {path} must end in .npy (a .csv beside it names the rows) or .parquet")
     names = [path.with_suffix(".csv")] if path.suffix == ".npy" else []
     for file in (path, path.with_name(f"{path.name}.json"), *names):
-        if file.exists() and not _parts_of(path).is_dir():
-            raise ConfigError(f"{file} is there already: remove it, or name another file with --out")
+        if not _parts_of(path).is_dir():
+            check_absent(file)
     if reason := why_not_writable(path):
         raise ConfigError(f"{path} can't be written: {reason}; fix --out")
     if path.suffix == ".parquet":

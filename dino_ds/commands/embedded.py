@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dino_ds.basics.file_format import check_format
 from dino_ds.basics.text_file import read_object
+from dino_ds.commands.embedding_parts import DIGEST, digest_of
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image, open_image
@@ -37,7 +38,7 @@ from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
 
 LINES, COLUMNS = 12, 8
 """Rows and columns of pictures on a sheet, at most."""
-_THUMBNAIL = 96
+_THUMBNAIL, _BLOCK = 96, 4096
 _DESCRIBED = ("size", "weights", "network", "normalization", "value_range", "images")
 
 
@@ -167,8 +168,16 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} and {beside.name} are not as embed writes them: {one_line(error)}") from None
+    notes, blocks = list[str](), (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK))
+    if DIGEST not in about:
+        notes.append(f"{beside} has no {DIGEST}: whether the rows are in the order of the images is not known")
+    elif about[DIGEST] != digest_of(blocks):
+        raise DataError(
+            f"{path} has other rows than {beside.name} describes, or in another order: bring back both files of one "
+            "dino-ds embed, or embed again"
+        )
     source = find_images(images[0], images[1], options.root or images[2])
-    notes = list(getattr(source, "notes", ()))
+    notes += getattr(source, "notes", ())
     changes = changed_images(about, facts_of_images(source))
     if changes:
         raise DataError(f"the images have changed since {path} was made ({changes}): embed again")

@@ -48,7 +48,7 @@ def run(options: EvalOptions) -> Result:
     settings = _settings(options)
     init_distributed()
     with distributed.raise_on_all_ranks():
-        _check_places(options.model, options.out)
+        _check_places(options)
     for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
         preflight_eval(name, settings, lambda: (None, None))
     _check_unused(options)
@@ -135,14 +135,18 @@ def _write(results: dict[str, Any], model: str, out: str | None) -> None:
             raise _not_written(path, error) from None
 
 
-def _check_places(model: str, out: str | None) -> None:
-    """Check that results can be written, before evaluations that may take hours. Raises ConfigError."""
-    paths = _places(model, out)
+def _check_places(options: EvalOptions) -> None:
+    """Check that results can be written, before evaluations that may take hours, and that none in `out` would be
+    replaced. Raises ConfigError."""
+    paths = _places(options.model, options.out)
     for path in paths:
         try:
             entries = read_object(path) if path.is_file() else {}
-            if out and path is paths[0] and not entries.keys() <= EVALUATIONS.keys():
+            is_named = options.out is not None and path is paths[0]
+            if is_named and not entries.keys() <= EVALUATIONS.keys():
                 raise ValueError("it holds something else than results of dino-ds eval")
+            if is_named and (there := entries.keys() & set(options.evals)):
+                raise ValueError(f"it holds results of {', '.join(sorted(there))} already")
         except (OSError, ValueError) as error:
             raise _not_written(path, error) from None
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dino_ds.basics.durable import why_not_writable
+from dino_ds.basics.durable import check_absent, why_not_writable
 from dino_ds.basics.names import sidecar_of
 from dino_ds.config.stages import home_of
 from dino_ds.errors import ConfigError
@@ -62,7 +62,6 @@ def _check_place(source: Path, format: str, path: Path) -> None:
     # An export that was killed leaves a description, and weights under a temporary name.
     is_left_over = not path.exists() and path.with_name(f"{path.name}.tmp").exists()
     for made in (path,) if format == "timm" or is_left_over else (path, sidecar_of(path)):
-        if made.exists():
-            raise ConfigError(f"{made} is there already: remove it, or name another with --out")
+        check_absent(made)
     if reason := why_not_writable(path):
         raise ConfigError(f"{path} can't be written: {reason}; fix --out")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds.basics.durable import replace_file
+from dino_ds.basics.durable import free_stem, replace_file
 from dino_ds.commands.embed import describing, facts_of_network
 from dino_ds.commands.embedded import Embedded, open_embedded
 from dino_ds.data.base import UnreadableImage
@@ -32,7 +32,9 @@ class Found(NamedTuple):
 
 def run(options: FindOptions) -> Result:
     """Write a list and a picture of the nearest images of each in `images`, nearest first; their table. An image that
-    is a row of features is not its own neighbor. Raises UserError."""
+    is a row of features is not its own neighbor. Raises UserError, also for an `out` whose files exist."""
+    features = Path(os.path.expanduser(options.features))
+    stem = free_stem(options.out, features.with_name(f"{features.stem}-found"), (".txt", ".csv", ".png"))
     embedded = open_embedded(options)
     bank = embedded.vectors
     queries = [_row_of(embedded, image) for image in options.images]
@@ -44,8 +46,6 @@ def run(options: FindOptions) -> Result:
         pairs = [pair for pair in zip(near.tolist(), values.tolist(), strict=True) if pair[0] != image][: options.top]
         neighbors += [Found(query, cosine, row, embedded.source.name(row)) for row, cosine in pairs]
         sheet.append([(image, "query"), *((row, f"{cosine:.4f}") for row, cosine in pairs)])
-    features = Path(os.path.expanduser(options.features))
-    stem = os.path.expanduser(options.out or features.with_name(f"{features.stem}-found"))
     ending, content = embedded.listed({image.row for image in neighbors})
     try:
         replace_file(Path(f"{stem}{ending}"), content)
@@ -55,7 +55,7 @@ def run(options: FindOptions) -> Result:
     files = [f"{stem}{ending}", f"{stem}.png"]
     table = ["\t".join((near.query, f"{near.cosine:.4f}", near.name)) for near in neighbors]
     facts = {"found": [near._asdict() for near in neighbors], "files": files, "notes": embedded.notes}
-    return Result(facts, "\n".join([*table, *embedded.notes, ", ".join(files)]), value=neighbors)
+    return Result(facts, "\n".join([*table, ", ".join(files)]), embedded.notes, neighbors)
 
 
 def _row_of(embedded: Embedded, image: str) -> int | str:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from dino_ds.basics.durable import replacing
+from dino_ds.basics.durable import check_absent, free_stem, replacing
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.commands.data_statistics import look_at, report, summarize
 from dino_ds.config.recipe import Recipe
@@ -78,8 +78,12 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
 
-def _check(out: str) -> Path:
-    path = Path(os.path.expanduser(out))
+def _check(out: str | None) -> Path:
+    if out is None:
+        path = Path(free_stem(None, Path("look-data"), [".png"]) + ".png")
+    else:
+        path = Path(os.path.expanduser(out))
+        check_absent(path)
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

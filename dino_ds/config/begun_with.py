@@ -16,7 +16,7 @@ from typing import Any
 from dino_ds.basics.file_format import check_format
 from dino_ds.basics.text_file import is_url, read_object
 from dino_ds.config.fields import PATH
-from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.loading import change_recipe, recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import read_yaml
 from dino_ds.config.schema import differences, flatten, named_values, options_of
@@ -168,7 +168,7 @@ def load_run_recipe(run_dir: Path) -> Recipe:
     check_format(
         read_yaml(path).get("format"), path, "continue it with the dino_ds that began it, or begin another run"
     )
-    return load_recipe(path, {})
+    return recorded_recipe(Path(path))
 
 
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:

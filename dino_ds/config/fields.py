@@ -273,4 +273,17 @@ def _check_source(source: str) -> str:
     return source
 
 
+def _check_code(name: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise ValueError(f"{name!r} is not a class of yours as module:Class")
+    return name
+
+
 SourceName = Annotated[str, AfterValidator(_check_source)]
+AllowedCode = Annotated[
+    Listed[Annotated[str, AfterValidator(_check_code)]] | None,
+    Field(
+        description="module:Class,...: code of yours that a file read here may name",
+        json_schema_extra={"shown": "none"},
+    ),
+]

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from dino_ds.basics.file_format import FORMAT
 from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, unquoted, words_elsewhere
+from dino_ds.basics.own_code import CODE_KEYS, allow_code
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
@@ -60,6 +61,10 @@ class _Settings:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
         self.values.update({name: (value, origin) for name, value in values.items()})
 
+    def allow_code(self) -> None:
+        """Allow the import of the code that the settings name."""
+        allow_code(self.values[key][0] for key in CODE_KEYS if key in self.values)
+
     def leave_out_idle(self, error: ValidationError) -> bool:
         """Reset keys without effect that the user did not set to their defaults; returns whether there were any."""
         causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
@@ -89,13 +94,20 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
 
     config: a shipped name, a YAML path, several of these with commas between them, of which later ones replace keys of
     earlier ones, or None for the defaults. `notes` gets a line for each value that is left out, and for each key
-    without effect that the user has set. Raises ConfigError with one line per problem.
+    without effect that the user has set. The code that it names may be imported from then on. Raises ConfigError with
+    one line per problem.
     """
     settings = _collect(config, overrides)
+    settings.allow_code()
     recipe = _validate(settings)
     if notes is not None:
         notes += [*settings.notes, *(line.why for line in idle_keys(recipe, "idle") if settings.is_users(line.key))]
     return recipe
+
+
+def recorded_recipe(path: Path) -> Recipe:
+    """Load the recipe that a run has recorded in its folder, which allows no code. Raises as `load_recipe` does."""
+    return _validate(_collect(str(path), {}))
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:
@@ -106,6 +118,12 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | No
     changes = _collect(config, overrides)
     values = {name: (value, _RUN_BEFORE) for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
     return _validate(replace(changes, values=values | changes.values))
+
+
+def allow_typed_code(config: str | None, overrides: Mapping[str, Any]) -> None:
+    """Allow the import of the code that a recipe and overrides name, which the user has typed. Raises ConfigError for a
+    file that can't be read."""
+    _collect(config, overrides).allow_code()
 
 
 def keys_set_by(config: str | None, overrides: Mapping[str, Any]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion
 from dino_ds.config.begun_with import Origin, load_run_recipe, own_recipe
 from dino_ds.config.fields import Length, Ramp
-from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe
+from dino_ds.config.loading import allow_typed_code, change_recipe, keys_set_by, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import named_values, show_value
 from dino_ds.errors import CheckpointError, ConfigError, one_line
@@ -42,6 +42,7 @@ class Given:
         its folder; a new stage changes that of the run `stage_from`; other starts have the given recipe alone. Raises
         ConfigError, and CheckpointError where the stage in `run_dir` began with another run.
         """
+        allow_typed_code(self.config, self.overrides)
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
         recorded = run_dir / "config.yaml"
         if resumes and recorded.is_file() and (by_own or load_run_recipe(run_dir).stage_start is not None):

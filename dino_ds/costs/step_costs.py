@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, with_config
 
+from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
@@ -233,5 +234,6 @@ def _own_code(recipe: Recipe) -> tuple[str, ...]:
     specs: list[TermSpec | TeacherSpec] = [*terms_of(recipe), *teachers_of(recipe)]
     names = [type(spec).__module__ for spec in specs]
     if ":" in recipe.model.backbone:
+        check_allowed("model.backbone", recipe.model.backbone)  # looking for a module imports its package
         names.append(recipe.model.backbone.partition(":")[0])
     return tuple(dict.fromkeys(name for name in names if not name.startswith("dino_ds.")))

@@ -7,6 +7,7 @@ Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), wi
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,10 @@ _ALIKE, _ROUGHLY, _NEIGHBORS = 0.92, 0.65, 10
 _MOST_BLOCK, _BYTES_OF_A_PAIR = 8192, 64
 _SPARE = 6
 """Candidates in FP32 beyond the neighbors wanted."""
-_ROUNDS = 64
+_ROUNDS = 256
 """Rounds in which the first centers are drawn."""
+_MOST_CLUSTERS, _SAMPLE, _SAMPLE_OF_EACH = 2048, 16384, 32
+"""Clusters at most, and rows, in all or for each of them, with which scikit-learn's k-means takes minutes at most."""
 _MOST_PASSES, _ENOUGH = 100, 1e-5
 """Passes of k-means at most, and the relative gain of one below which it ends."""
 
@@ -183,7 +186,7 @@ def cluster_levels(vectors: Vectors, sizes: Sequence[int], seed: int) -> tuple[l
     (n,) of each to its first center."""
     levels, distances, rows = list[np.ndarray](), np.empty(0), vectors
     for level, count in enumerate(sizes):
-        centers, labels, distance = k_means(rows, first_centers(rows, min(count, len(rows)), seed + level))
+        centers, labels, distance = k_means(rows, best_centers(rows, min(count, len(rows)), seed + level))
         distances = distance if not levels else distances
         used, labels = np.unique(labels, return_inverse=True)
         levels.append(labels[levels[-1]] if levels else labels)
@@ -191,20 +194,39 @@ def cluster_levels(vectors: Vectors, sizes: Sequence[int], seed: int) -> tuple[l
     return levels, distances
 
 
-def first_centers(vectors: Vectors, count: int, seed: int) -> Tensor:
-    """(count, d) rows drawn as k-means++ does, by their squared distance to those before; many clusters have several
-    drawn in each of 64 rounds."""
-    draws, added = np.random.default_rng(seed), max(1, count // _ROUNDS)
-    chosen = [int(draws.integers(len(vectors)))]
-    distance, new = np.full(len(vectors), np.inf), np.array(chosen)
+def best_centers(vectors: Vectors, count: int, seed: int) -> Tensor:
+    """(count, d) centers to begin with: the best of ten k-means of scikit-learn of all rows, or of a sample of many; of
+    very many clusters, rows that lie far from each other."""
+    if count > _MOST_CLUSTERS:
+        return first_centers(vectors, count, np.random.default_rng(seed))
+    from sklearn.cluster import KMeans
+
+    draws, most = np.random.default_rng(seed), max(_SAMPLE, _SAMPLE_OF_EACH * count)
+    sample = np.sort(draws.choice(len(vectors), min(len(vectors), most), replace=False))
+    rows = vectors.take(sample).float().cpu().numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fewer distinct rows than clusters
+        centers = KMeans(count, n_init=10, random_state=seed).fit(rows).cluster_centers_
+    return torch.from_numpy(centers).to(vectors.device)
+
+
+@torch.no_grad()
+def first_centers(vectors: Vectors, count: int, draws: np.random.Generator) -> Tensor:
+    """(count, d) rows drawn as greedy k-means++ does: of a few draws by the squared distance to the rows before, the
+    one that brings all rows nearest; many clusters have several drawn in each of 256 rounds."""
+    added, trials = max(1, count // _ROUNDS), 2 + int(math.log(count))
+    chosen = draws.integers(len(vectors), size=1)
+    distance = _assign(vectors, vectors.take(chosen).float())[1]
     while len(chosen) < count:
-        distance = np.minimum(distance, _assign(vectors, vectors.take(new).float())[1])
         distance[chosen] = 0
         weights = distance if distance.any() else (~np.isin(np.arange(len(vectors)), chosen)).astype(float)
         more = min(added, count - len(chosen), int(np.count_nonzero(weights)))
-        new = draws.choice(len(vectors), more, replace=False, p=weights / weights.sum())
-        chosen += new.tolist()
-    return vectors.take(np.array(chosen)).float()
+        drawn = np.stack([draws.choice(len(vectors), more, False, weights / weights.sum()) for _ in range(trials)])
+        near = _assign(vectors, vectors.take(drawn.reshape(-1)).float(), trials)[1]
+        np.minimum(near, distance[:, None], out=near)
+        best = near.sum(axis=0).argmin()
+        chosen, distance = np.concatenate((chosen, drawn[best])), near[:, best].copy()
+    return vectors.take(chosen).float()
 
 
 @torch.no_grad()
@@ -222,14 +244,18 @@ def k_means(vectors: Vectors, centers: Tensor) -> tuple[Tensor, np.ndarray, np.n
     return centers, labels, distances
 
 
-def _assign(vectors: Vectors, centers: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    labels, distances = np.empty(len(vectors), np.int64), np.empty(len(vectors))
+def _assign(vectors: Vectors, centers: Tensor, sets: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest of the centers (k, d) to each row (n,), and its squared distance; (n, sets) where they are `sets`."""
+    shape = (len(vectors), sets)[: 1 + (sets > 1)]
+    labels, distances = np.empty(shape, np.int64), np.empty(shape)
     lengths = centers.square().sum(dim=1) / 2
     for part in vectors.parts(max(16, min(vectors.block, vectors.block**2 // len(centers)))):
         rows = vectors.take(part, torch.float32)
-        value, near = torch.addmm(lengths, rows, centers.T, alpha=-1).min(dim=1)
-        labels[part] = near.cpu().numpy()
-        distances[part] = (2 * value.double() + rows.double().square().sum(dim=1)).clamp_min(0).cpu().numpy()
+        products = torch.addmm(lengths, rows, centers.T, alpha=-1)
+        value, near = products.unflatten(1, (sets, -1)).min(dim=2)
+        squares = rows.double().square().sum(dim=1, keepdim=True)
+        labels[part] = near.cpu().numpy().reshape(-1, *shape[1:])
+        distances[part] = (2 * value.double() + squares).clamp_min(0).cpu().numpy().reshape(-1, *shape[1:])
     return labels, distances
 
 

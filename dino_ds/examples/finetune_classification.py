@@ -7,6 +7,7 @@ python -m dino_ds.examples.finetune_classification for-timm --train images/train
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -15,14 +16,19 @@ from typing import Any
 
 import timm
 import torch
-from PIL import Image, ImageOps
-from safetensors.torch import save_file
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from timm.optim import param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
+
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.decode import load_image
+from dino_ds.data.encoded import NamedFiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers": 4, "seed": 0}
@@ -45,23 +51,41 @@ def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Names
     channels = json.loads((args.model / "config.json").read_text())["pretrained_cfg"]["input_size"][0]
     if channels != 3:
         options.error(f"{args.model} is for images of {channels} channels, and open_upright reads RGB: change it")
+    if Path(args.out, "model.safetensors").exists():
+        options.error(f"{args.out}/model.safetensors is there already: remove it, or name another folder with --out")
     torch.manual_seed(args.seed)
     return args
 
 
 def open_upright(path: str | Path) -> Image.Image:
-    """Open an image as RGB, rotated by its EXIF, as the teacher saw images."""
-    with Image.open(path) as image:
-        if image.mode[0] in "IF":
-            raise ValueError(f"{path} has more than 8 bits, which Pillow would cut off at 255: save it in 8 bits")
-        return ImageOps.exif_transpose(image).convert("RGB")
+    """Open an image of 8 bits as RGB, as the teacher saw images. Raises UnreadableImage."""
+    image = load_image(NamedFiles([str(path)]), 0, None)
+    assert isinstance(image, Image.Image)  # of three channels
+    return image
 
 
-def fit(network: Any, data: Any, groups: Any, score: Callable[[Any], float], args: Any) -> float:
-    """Train the parameters of `groups`, save the network of the epoch with the best score, and return that."""
+def is_readable(path: str | Path) -> bool:
+    """Whether a file is an image that can be read; says so of one that can't, which is left out."""
+    try:
+        return str(path).lower().endswith(IMG_EXTENSIONS) and bool(open_upright(path))
+    except UnreadableImage as error:
+        print(f"left out: {error}", file=sys.stderr, flush=True)
+        return False
+
+
+def split(count: int, seed: int) -> tuple[list[int], list[int]]:
+    """Places of training images to train on, and of a fifth of them to choose the epoch by."""
+    if count < 2:
+        sys.exit(f"--train has {count} images: one to train on and one to choose the epoch by are the fewest")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order[-(-count // 5) :], order[: -(-count // 5)]
+
+
+def fit(network: Any, data: Any, groups: Any, score: Callable[[Any], float], args: Any) -> None:
+    """Train the parameters of `groups`; save the network of the epoch with the best score, and end with it."""
     loader = DataLoader(data, min(args.batch, len(data)), True, drop_last=True, num_workers=args.workers)
     optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=0.05)
-    steps, best = args.epochs * len(loader), -1.0
+    steps, best, chosen = args.epochs * len(loader), -1.0, 0
     # timm's schedule: torch's ignore layer decay, the groups' lr_scale.
     schedule = CosineLRScheduler(optimizer, steps, warmup_t=max(1, steps // 10), t_in_epochs=False)
     for epoch in range(args.epochs):
@@ -78,18 +102,18 @@ def fit(network: Any, data: Any, groups: Any, score: Callable[[Any], float], arg
             optimizer.step()
         with torch.no_grad():
             reached = score(network.eval())
-        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {reached:.2f} %", flush=True)
-        if reached > best:
-            best = reached
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {reached:.2f} % of training images held out", flush=True)
+        if reached >= best:
+            best, chosen = reached, epoch + 1
             save_file(network.state_dict(), Path(args.out, "model.safetensors"))
-    print(f"best {best:.2f} %")
-    return best
+    network.load_state_dict(load_file(Path(args.out, "model.safetensors")))
+    print(f"epoch {chosen} is chosen, by {best:.2f} % of training images held out", flush=True)
 
 
 def main(argv: list[str] | None = None) -> float:
-    """Returns the best accuracy on the test images, in percent."""
+    """Returns the accuracy of the chosen epoch on the test images, in percent."""
     args = parse(argv)
-    training, test = (ImageFolder(folder, loader=open_upright) for folder in (args.train, args.test))
+    training, test = (ImageFolder(path, None, None, open_upright, is_readable) for path in (args.train, args.test))
     if training.classes != test.classes:
         sys.exit(f"{args.train} has the class folders {training.classes}, {args.test} has {test.classes}")
     count = len(training.classes)
@@ -98,7 +122,9 @@ def main(argv: list[str] | None = None) -> float:
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(images["mean"], images["std"])]
     training.transform = v2.Compose([v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip(), *last])
     test.transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *last])
-    tests = DataLoader(test, args.batch, num_workers=args.workers)
+    learned, held = split(len(training), args.seed)
+    held_out = copy.copy(training)
+    held_out.transform = test.transform
     if args.frozen:
         network.requires_grad_(False).get_classifier().requires_grad_(True)
     groups = param_groups_layer_decay(network.to(DEVICE), weight_decay=0.05, layer_decay=args.layer_decay)
@@ -108,11 +134,16 @@ def main(argv: list[str] | None = None) -> float:
     Path(args.out).mkdir(parents=True, exist_ok=True)
     Path(args.out, "config.json").write_text(json.dumps(config, indent=1))
 
-    def accuracy(network: Any) -> float:
-        right = sum((network(images.to(DEVICE)).argmax(1).cpu() == labels).sum() for images, labels in tests)
-        return 100 * float(right) / len(test)
+    def accuracy(data: Any) -> float:
+        batches = DataLoader(data, args.batch, num_workers=args.workers)
+        right = sum((network(images.to(DEVICE)).argmax(1).cpu() == labels).sum() for images, labels in batches)
+        return 100 * float(right) / len(data)
 
-    return fit(network, training, groups, accuracy, args)
+    fit(network, Subset(training, learned), groups, lambda _: accuracy(Subset(held_out, held)), args)
+    with torch.no_grad():
+        reached = accuracy(test)
+    print(f"test images: {reached:.2f} %")
+    return reached
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dino_ds.config.fields import IMAGE_FORMS, Amount, Count, Listed, Positive, option
+from dino_ds.config.fields import IMAGE_FORMS, AllowedCode, Amount, Count, Listed, Positive, option
 from dino_ds.options import model  # noqa: F401  (its commands)
 from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, declare_command, options
 from dino_ds.run.train_options import TrainOptions
@@ -28,6 +28,7 @@ class ReportOptions:
 
     run: str = option(..., "the run folder", bare=True)
     out: str | None = option(None, "the .html file", shown="RUN/report.html")
+    allow_code: AllowedCode = None
     json: Json = False
 
 
@@ -37,7 +38,7 @@ class LookDataOptions:
 
     images: Annotated[Count, Field(le=200)] = option(8, "images on the sheet, 200 at most")
     sample: Amount = option(10000, "images that the statistics are made of, drawn at random; 0 = all")
-    out: str = option("look-data.png", "the sheet")
+    out: str | None = option(None, "the new sheet", shown="look-data.png, look-data-2.png, ...")
     json: Json = False
 
 
@@ -134,6 +135,7 @@ class BenchInferenceOptions:
     warmup: Amount = option(3, "calls before them")
     threads: _Threads = 1
     heads: Heads = None
+    allow_code: AllowedCode = None
     json: Json = False
 
 

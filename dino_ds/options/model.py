@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dino_ds.config.evaluation import BENCHMARKS, Evaluation
-from dino_ds.config.fields import Amount, Count, Listed, Positive, Seed, option
+from dino_ds.config.fields import AllowedCode, Amount, Count, Listed, Positive, Seed, option
 from dino_ds.options.definition import Heads, Json, Model, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
@@ -48,6 +48,7 @@ class EvalOptions:
     images: Count | None = option(None, "images of each set, at most", shown="all")
     workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
     out: str | None = option(None, "JSON file for the results", shown="RUN/evaluations.json of a run")
+    allow_code: AllowedCode = None
     json: Json = False
 
 
@@ -64,6 +65,7 @@ class EmbedOptions:
     size: Count | None = option(None, "pixels of a side, of whole patches", shown="the model's")
     batch: Count = option(64, "images at once, per process")
     workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
+    allow_code: AllowedCode = None
     json: Json = False
 
 
@@ -81,8 +83,9 @@ class FindOptions:
     top: Count = option(20, "images for each")
     model: str | None = option(None, "what made features, for files", shown="as embed was told")
     root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
-    out: str | None = option(None, "begin of the names of the list and the picture", shown="FEATURES-found")
+    out: str | None = option(None, "begin of the names of the new list and picture", shown="FEATURES-found, or -2, ...")
     memory_gib: Positive = option(1.0, "memory for blocks of features")
+    allow_code: AllowedCode = None
     json: Json = False
 
 
@@ -100,6 +103,7 @@ class CurateOptions:
     root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
     out: str | None = option(None, "new folder", shown="FEATURES-duplicates, -clusters or -drawn")
     memory_gib: Positive = option(1.0, "memory for blocks of features")
+    allow_code: AllowedCode = None
     json: Json = False
 
 
@@ -112,6 +116,7 @@ class PicturesOptions:
     root: str | None = option(None, "images, as data.root", shown="the run's")
     out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
     only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="those that say something")
+    allow_code: AllowedCode = None
     json: Json = False
 
 
@@ -126,4 +131,5 @@ class ExportOptions:
     backbone: str | None = option(
         None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"
     )
+    allow_code: AllowedCode = None
     json: Json = False

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
@@ -32,6 +33,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     values.pop("debug", None)
     fields = {option.name: field_of(option) for option in command.all_options}
     options = command.options(**{fields[name]: value for name, value in values.items()})
+    allow_code(getattr(options, name, None) for name in ("allow_code", "source", "backbone"))
     files: dict[str, Any] = {}
     problems: list[str] = []
     if command.takes_recipe:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.durable import replacing
+from dino_ds.basics.durable import check_absent, replacing
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.ds_values import MEETING
 from dino_ds.config.recipe import Recipe
@@ -138,8 +138,7 @@ def recommend(
 
 def check_new(path: Path) -> None:
     """Raises ConfigError where no new file can be written."""
-    if path.exists():
-        raise ConfigError(f"--write {path} exists: name a new file")
+    check_absent(path, "name another with --write")
     if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
         raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
 

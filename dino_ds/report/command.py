@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.basics.durable import replace_file
+from dino_ds.basics.durable import check_absent, replace_file
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import ReportOptions
 from dino_ds.options.definition import Result
@@ -23,6 +23,8 @@ def run(options: ReportOptions) -> Result:
     """Write RUN/report.html; return its path and a summary of the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
+    if page != folder / "report.html":
+        check_absent(page)
     _check_out(page, folder)
     files = read_run(folder)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.durable import replace_file, why_not_writable
+from dino_ds.basics.durable import check_absent, replace_file, why_not_writable
 from dino_ds.basics.names import step_name
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import home_of
@@ -51,7 +51,7 @@ _TIMES = 6
 
 def run(options: PicturesOptions) -> Result:
     """Write a PNG file of each kind in `only`. Raises ConfigError, DataError, CheckpointError."""
-    files = PictureFiles(options.model, options.out)
+    files = PictureFiles(options.model, options.out, options.only or KINDS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(options.model, device)
     kinds = options.only or shown_kinds(model)
@@ -240,14 +240,17 @@ class PictureFiles:
     """Writes PNG files into `out`; by default into RUN/pictures if `model` is a run, a folder in it if `model` is a
     checkpoint, else ./pictures. written: the paths of the files so far.
 
-    Raises ConfigError early if the folder can't be written to: pictures may take minutes.
+    Raises ConfigError early if the folder can't be written to, or if a file for one of `kinds` exists outside of a run:
+    pictures may take minutes.
     """
 
-    def __init__(self, model: str, out: str | None) -> None:
+    def __init__(self, model: str, out: str | None, kinds: Sequence[str]) -> None:
         home = home_of(model)
         default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
         self._folder = Path(os.path.expanduser(out)) if out else default
         self.written: list[str] = []
+        for kind in kinds if out or not home.is_run else ():
+            check_absent(self._folder / f"{kind}.png")
         if reason := why_not_writable(self._folder / "a.png"):
             raise _not_written(self._folder, reason)
 

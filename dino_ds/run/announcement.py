@@ -162,7 +162,8 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
     """Return the last lines of the log of a run that has reached its last step."""
     path, steps = run.path, run.step.schedules.steps
     knows = model.spec().timm_model(model.backbone) is not None
-    how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}) loads it"
+    named = f", backbone={model.backbone!r}" if ":" in model.backbone else ""
+    how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}{named}) loads it"
     of, cut = f" of {steps}" if run.step.applied_steps < steps else "", run.options.last_step < steps  # --max_steps
     evaluations, picture = run.evaluations, _newest_picture(path / "pictures")
     return [

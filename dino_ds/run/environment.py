@@ -19,6 +19,7 @@ from dino_ds.config.begun_with import STARTED_IN
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.health.files import now
+from dino_ds.method.specs.own import code_of
 
 _PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 _MOST_STARTS = 200
@@ -40,11 +41,8 @@ def versions() -> dict[str, str]:
 
 def own_code(recipe: Recipe) -> dict[str, str]:
     """Digests of the user's own modules that a recipe names, but not of the modules that these import."""
-    names = [recipe.data.source, recipe.model.backbone]
-    for sections in (recipe.objective.terms, recipe.teacher.others):
-        names += [values.get("spec") for values in json.loads(sections).values()]
     digests = {}
-    for module in [name.partition(":")[0] for name in names if name and ":" in name]:
+    for module in [path.partition(":")[0] for _, path in code_of(recipe)]:
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and os.path.isfile(file):
             digests[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from dino_ds.basics.names import as_written
 from dino_ds.config.ds_values import DsConfig
-from dino_ds.config.fields import Count, Resume, option
+from dino_ds.config.fields import AllowedCode, Count, Resume, option
 from dino_ds.config.schema import options
 from dino_ds.health.files import Event
 
@@ -45,6 +45,7 @@ class TrainOptions:
     allow_change: str | None = option(
         None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"
     )
+    allow_code: AllowedCode = None
     allow_oversize: bool = option(False, "start though more memory is predicted than there is")
     verbose: bool = option(False, "show on the screen all that goes to RUN_DIR/log.txt")
     print: str | None = option(None, "new YAML file for the recipe with what is given here, to edit; trains nothing")

@@ -13,7 +13,6 @@ from torch import Tensor
 from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
 from dino_ds.checkpoint.opening import open_checkpoint
-from dino_ds.config.begun_with import load_run_recipe
 from dino_ds.config.stages import missing_model
 from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
@@ -30,9 +29,8 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
     """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
     may be downloaded.
 
-    A run's heads and mask token are read from its checkpoints. asked: the network that the user names, if no file does;
-    MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read from a run, a
-    checkpoint or an export is verified. Raises CheckpointError for any other `source`.
+    A run's heads and mask token are read from its checkpoints. asked: the network that the user names, if no file does.
+    All that is read from a run, a checkpoint or an export is verified. Raises CheckpointError for any other `source`.
     """
     path = Path(os.path.expanduser(source))
     there = os.path.exists(path)  # also False for a name that no file can have
@@ -49,7 +47,7 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
         _check_teacher(path)
     if not teacher.is_file():
         return read_weights(path, asked=asked)
-    return _with_checkpoint(path, read_weights(teacher, asked=asked, trusted=_backbone_of(path)))
+    return _with_checkpoint(path, read_weights(teacher, asked=asked))
 
 
 def _check_teacher(run: Path) -> None:
@@ -81,15 +79,9 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
         parts = network_parts(saved)
         backbone = parts.pop("backbone")
         facts = about_checkpoint(saved.manifest)
-    trusted = _backbone_of(folder.parent.parent)
-    weights = replace(network_weights(folder, backbone, facts, asked, trusted), heads=parts)
+    weights = replace(network_weights(folder, backbone, facts, asked), heads=parts)
     weights.check_numbers(folder)
     return weights
-
-
-def _backbone_of(run: Path) -> str | None:
-    """The backbone that a run trains, or None if there is no recipe."""
-    return load_run_recipe(run).model.backbone if (run / "config.yaml").is_file() else None
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:

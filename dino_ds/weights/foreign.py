@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dino_ds.basics.own_code import why_refused
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS, backbone_spec
 from dino_ds.models.specs.base import BackboneSpec
@@ -36,15 +37,13 @@ _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|timm_model)\.")
 Shapes = dict[str, tuple[int, ...]]
 
 
-def other_network(
-    tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None, trusts: Sequence[str | None]
-) -> Weights | None:
+def other_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None) -> Weights | None:
     """The weights in a file, if they are of another network than our ViTs, else None.
 
-    about: the JSON next to the file. asked: the network that the user names. trusts: each MODULE:CLASS that may be
-    imported. Raises CheckpointError for an unusable JSON.
+    about: the JSON next to the file. asked: the network that the user names. Raises CheckpointError for an unusable
+    JSON.
     """
-    if (spec := stated_spec(about, tensors, trusts)) is not None:
+    if (spec := stated_spec(about, tensors)) is not None:
         return Weights("dino_ds", tensors, about=about, spec=spec, image_size=_size(about.get("image_size")))
     if isinstance(about.get("architecture"), str):
         return _of_timm_folder(tensors, about)
@@ -61,18 +60,14 @@ def other_network(
     return Weights("dino or timm", backbone, heads, about, notes, spec=spec, image_size=size)
 
 
-def stated_spec(
-    about: Mapping[str, Any], tensors: Mapping[str, Tensor], trusts: Sequence[str | None] = ()
-) -> BackboneSpec | None:
-    """The backbone that teacher.json names, if it is not one of our Vision Transformers. Raises CheckpointError."""
+def stated_spec(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BackboneSpec | None:
+    """The backbone that teacher.json names, if it is not one of our Vision Transformers. Raises CheckpointError, also
+    for a class that the user has not named."""
     name, numbers = about.get("backbone"), about.get("architecture")
     if not isinstance(name, str) or name in VITS or not isinstance(numbers, dict):
         return None
-    if ":" in name and name not in trusts:
-        raise CheckpointError(
-            f"the JSON beside the weights names the class {_shown(name)}, whose code would run: if it is yours, "
-            "give its run folder, or name the class yourself: --backbone of dino-ds export, backbone= in Python"
-        )
+    if ":" in name and (refused := why_refused(name)):
+        raise CheckpointError(f"the JSON beside the weights {refused}")
     try:
         spec: Any = backbone_spec(name)
         if "arguments" in spec.obeys:

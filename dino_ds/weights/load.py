@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_ds.basics.names import MODEL_FORMS
+from dino_ds.basics.own_code import allow_code
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image, prepared
@@ -187,9 +188,9 @@ def load(
     Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2, timm's). `heads`: number of
     attention heads, if no file states it; by default that of the known backbone of this width and depth, and `notes`
     say so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, if no file states it; ResNets 18 to
-    152 are recognized. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for
-    anything else, and where heads or the backbone must be named.
+    152 are recognized. A MODULE:CLASS that a file names is imported only if it is named here too. A timm name downloads
+    the weights if they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone
+    must be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
@@ -217,6 +218,7 @@ def _asked(name: str) -> ForeignSpec:
     """The spec of timm's name or of a class. Raises CheckpointError for any other name, and for a backbone of ours."""
     if name in BACKBONES:
         raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
+    allow_code([name])
     try:
         return foreign_spec(name)
     except ValueError as error:

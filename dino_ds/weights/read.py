@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,17 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and the facts in the JSON next to it."""
 
 
-def read_weights(path: Path, asked: ForeignSpec | None = None, trusted: str | None = None) -> Weights:
+def read_weights(path: Path, asked: ForeignSpec | None = None) -> Weights:
     """Read a file or a Hugging Face folder; of a checkpoint that holds teacher and student, the teacher.
 
-    asked: the network that the user names; trusted: a MODULE:CLASS that may be imported in addition to `asked`.
-    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights, and
-    where a file is not the one that the JSON next to it describes.
+    asked: the network that the user names. Pickles are read as data only (`weights_only`). Raises CheckpointError for
+    anything but a network's weights, and where a file is not the one that the JSON next to it describes.
     """
     tensors, about = _read_folder(path) if path.is_dir() else read_file(path)
     if path.is_dir():
         about = read_json(path / "config.json")
     if not is_huggingface(tensors):
-        return network_weights(path, tensors, about, asked, trusted)
+        return network_weights(path, tensors, about, asked)
     with naming(path):
         _check_huggingface(about)
         stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
@@ -60,31 +58,20 @@ def read_weights(path: Path, asked: ForeignSpec | None = None, trusted: str | No
 
 
 def network_weights(
-    path: Path,
-    tensors: dict[str, Tensor],
-    about: dict[str, Any],
-    asked: ForeignSpec | None,
-    trusted: str | None,
+    path: Path, tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None
 ) -> Weights:
-    """The network among the `tensors` of `path`, which `about` describes. For the other arguments see `read_weights`.
-
-    Raises CheckpointError.
-    """
+    """The network among the `tensors` of `path`, which `about` describes; `asked` as in `read_weights`. Raises
+    CheckpointError."""
     with naming(path):
-        weights = _of_network(tensors, about, asked, (trusted, asked.name if asked else None))
+        weights = _of_network(tensors, about, asked)
     weights.check_numbers(path)
     return weights
 
 
-def _of_network(
-    tensors: dict[str, Tensor],
-    about: dict[str, Any],
-    asked: ForeignSpec | None,
-    trusts: Sequence[str | None],
-) -> Weights:
+def _of_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None) -> Weights:
     """The weights of a ViT, else of another network. Raises CheckpointError that says why they are not a ViT's."""
     is_said_to_be_other = asked is not None or "backbone" in about
-    other = other_network(tensors, about, asked, trusts) if is_said_to_be_other else None
+    other = other_network(tensors, about, asked) if is_said_to_be_other else None
     if other is None:
         try:
             return _of_vit(tensors, about)
@@ -92,7 +79,7 @@ def _of_network(
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
                 raise CheckpointError(f"it is {known}: its tensors are {few(sorted(tensors))}") from None
-            other = None if is_said_to_be_other else other_network(tensors, about, asked, trusts)
+            other = None if is_said_to_be_other else other_network(tensors, about, asked)
             if other is None:
                 raise
     return other

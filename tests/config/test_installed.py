@@ -18,7 +18,7 @@ _AS_ON_AN_IMAGE_FOR_GPUS = """
 import importlib.metadata
 from importlib.machinery import PathFinder
 
-ABSENT = {"faiss", "h5py", "hypothesis", "nbformat", "pyarrow", "sklearn", "transformers"}
+ABSENT = {"faiss", "h5py", "hypothesis", "nbformat", "pyarrow", "transformers"}
 
 def find_spec(cls, name, *path, found=PathFinder.find_spec):
     if name == "deepspeed":

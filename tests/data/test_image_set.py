@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError
@@ -169,6 +170,7 @@ class Own:
 
 def test_sources_without_files():
     source, roots = f"{__name__}:Own", ("/a", "/b/c")
+    allow_code([source])
     one, other = (ImageSet.of(build_source(source, root, "train", False), root) for root in roots)
     assert one == other and one.count == len(build_source(source, roots[0], "train", False))
     assert set(one.sample.values()) == {-1}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import named_sets
@@ -269,6 +270,7 @@ def test_the_example_of_the_docs_runs(write_module, tmp_path):
 def test_what_is_wrong_with_a_class_is_one_line(write_module, source, text, message):
     if text is not None:
         write_module("mod", text)
+    allow_code([source])
     with pytest.raises(UserError, match=message) as caught:
         build_source(source, "R", "train", False)
     assert "\n" not in str(caught.value) and isinstance(caught.value, ConfigError | DataError)
@@ -284,6 +286,7 @@ def test_a_class_of_a_notebook_is_refused(monkeypatch):
     """Loader processes could not import it; one of a main script they can."""
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "Mine", Own, raising=False)
+    allow_code(["__main__:Mine"])
     assert len(build_source("__main__:Mine", "train", "train", False)) > 0
     monkeypatch.setattr(main, "__file__", "<stdin>")
     with pytest.raises(ConfigError, match=r"data\.source __main__:Mine: .* put it into a .py file"):

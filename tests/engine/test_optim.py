@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.optim import PROTOTYPES, OptimizerOptions, parameter_groups
 from dino_ds.errors import ConfigError
@@ -77,6 +78,7 @@ def test_a_recipe_s_options_reach_the_groups():
 
 
 def test_a_backbone_without_a_patch_embedding_has_no_learning_rate_for_it():
+    allow_code(["tests.narrow_resnet:NarrowResNet"])
     backbone = ForeignBackbone(ForeignSpec("tests.narrow_resnet:NarrowResNet"), 32, BackboneOptions())
     network = dino_network(backbone, DinoHead(48, 64, 32, 96, 3))
     with pytest.raises(ConfigError, match=r"^optimizer.patch_embed_lr 0.2 .* this one has none: leave it out$"):

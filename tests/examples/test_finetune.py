@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.named_sets import PhotoPatches
 from dino_ds.examples import finetune_classification, finetune_segmentation
 from dino_ds.models.build import build_backbone
@@ -39,7 +40,7 @@ def _draw(source, number):
 def draw_images(path):
     """Photographs with shapes, of classes and with masks, for training and tests."""
     source = PhotoPatches("train")
-    for part, numbers in (("train", range(48)), ("test", range(48, 64))):
+    for part, numbers in (("train", range(96)), ("test", range(96, 144))):
         for number in numbers:
             image, mask, name = _draw(source, number)
             for folder, picture in (
@@ -78,13 +79,13 @@ def _segment(place, out, *more):
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("--frozen",)])
 def test_classes_are_learned_and_the_best_weights_load_in_timm(place, tmp_path, capsys, frozen):
-    best = _classify(place, tmp_path, "--epochs", "8", "--lr", "3e-3", *frozen)
+    best = _classify(place, tmp_path, "--epochs", "8", "--lr", "1e-2", *frozen)
     assert best > 80  # chance 50
     network = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     weights = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in network.state_dict().items())
     assert network.pretrained_cfg["label_names"] == ["box", "disc"] and network.num_classes == 2
-    assert f"best {best:.2f} %" in capsys.readouterr().out
+    assert f"test images: {best:.2f} %" in capsys.readouterr().out
     before = load_file(place / "model/model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in before.items()) == bool(frozen)
 
@@ -108,8 +109,30 @@ def test_images_are_read_as_the_teacher_saw_them(tmp_path):
     image.save(tmp_path / "turned.jpg", exif=image.getexif())
     assert finetune_classification.open_upright(tmp_path / "turned.jpg").size == (30, 40)
     Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(ValueError, match="more than 8 bits"):
+    with pytest.raises(UnreadableImage, match="deeper than 8 bits"):
         finetune_classification.open_upright(tmp_path / "deep.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [_classify, _segment])
+def test_broken_images_are_left_out_and_test_images_choose_no_epoch(place, tmp_path, capsys, program):
+    """Both programs: what is chosen is the same with other test images."""
+    for part in ("train", "test"):
+        for folder in ("box", f"../masked/{part}/images"):
+            (place / part / folder / "broken.png").write_bytes(b"broken")
+    program(place, tmp_path / "a", "--epochs", "2")
+    told = capsys.readouterr()
+    assert told.err.count("left out: ") == 2 and "broken.png" in told.err
+    assert "is chosen, by" in told.out and "test images: " in told.out.splitlines()[-1]
+    swapped = ("--test", place / ("train" if program is _classify else "masked/train"))
+    program(place, tmp_path / "b", "--epochs", "2", *swapped)
+    chosen = [line for line in told.out.splitlines() if "epoch " in line]
+    assert [line for line in capsys.readouterr().out.splitlines() if "epoch " in line] == chosen
+    with pytest.raises(SystemExit, match="2"):
+        program(place, tmp_path / "b", "--epochs", "2")
+    assert "is there already" in capsys.readouterr().err
+    for broken in place.rglob("broken.png"):
+        broken.unlink()
 
 
 SPOILT = {

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import Ramp
 from dino_ds.engine.schedules import ScheduleValues
@@ -23,6 +24,7 @@ _TERM = {"spec": "tests.run.own_parts:VarianceSpec", "weight": "0..0.5 over 4 st
 _SLOW = {"spec": "tests.run.own_parts:LinearEmaSpec", "momentum": 0.9, "momentum_end": 0.8}
 OWN = {"objective.terms": json.dumps({"variance": _TERM}), "teacher.others": json.dumps({"slow": _SLOW})}
 """Keys of a recipe that has both."""
+allow_code(OWN.values())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 import dino_ds
 import dino_ds.cli.main as cli
+from dino_ds.basics import own_code
 from dino_ds.errors import CheckpointError
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, train_tiny
@@ -83,20 +84,22 @@ def test_the_next_run_keeps_the_statistics_that_it_starts_with(runs, tmp_path):
         assert torch.equal(now[name], tensor) == is_buffer, name
 
 
-def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
+def test_an_own_class_is_imported_where_it_is_named(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_code, "_allowed", set())
     assert "says how timm loads it" in log_of(runs / "resnet")
-    assert f"dino_ds.load({str(runs / 'own')!r}) loads it" in log_of(runs / "own")
-    ours = dino_ds.load(runs / "own")
-    assert ours.patch_tokens(IMAGES).shape == (2, 12, 8, 24)
+    how = f"dino_ds.load({str(runs / 'own')!r}, backbone='tests.weights.own:Own') loads it"
+    assert how in log_of(runs / "own")
     for name in ("teacher.safetensors", "teacher.json"):
         shutil.copy(runs / "own" / name, tmp_path / name)
     (checkpoint,) = (runs / "own/checkpoints").glob("step_*")
-    assert torch.equal(dino_ds.load(checkpoint).features(IMAGES), ours.features(IMAGES))
     alone = shutil.copytree(checkpoint, tmp_path / "alone")
-    with pytest.raises(CheckpointError, match=r"the class tests[.]weights[.]own:Own, whose code would run"):
-        dino_ds.load(alone)
-    again = dino_ds.load(tmp_path / "teacher.safetensors", backbone="tests.weights.own:Own")
-    assert torch.equal(again.features(IMAGES), ours.features(IMAGES))
+    places = runs / "own", tmp_path / "teacher.safetensors", checkpoint, alone
+    for place in places:
+        with pytest.raises(CheckpointError, match=r"the class tests[.]weights[.]own:Own, whose code would run"):
+            dino_ds.load(place)
+    ours, *others = (dino_ds.load(place, backbone="tests.weights.own:Own") for place in places)
+    assert ours.patch_tokens(IMAGES).shape == (2, 12, 8, 24)
+    assert all(torch.equal(other.features(IMAGES), ours.features(IMAGES)) for other in others)
 
 
 REFUSED = [

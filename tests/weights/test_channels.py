@@ -12,6 +12,7 @@ from timm.layers import StdConv2d
 from torch import Tensor, nn
 
 import dino_ds.cli.main as cli
+from dino_ds.basics.own_code import allow_code
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
@@ -33,6 +34,7 @@ DINOV2 = replace(VITS["vit_small_patch14_dinov2"], **NUMBERS)
 ROPE = replace(VITS["vit_small_patch16_dinov3"], **NUMBERS)
 RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
 OWN = ForeignSpec("tests.weights.own:Own", 3, '{"width": 12}')
+allow_code([OWN.name, f"{__name__}:Branches", f"{__name__}:Normed"])
 
 
 class Branches(nn.Module):

@@ -13,6 +13,7 @@ import timm
 import torch
 from torch import Tensor
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
@@ -33,6 +34,7 @@ from tests.weights.own import Own
 RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
 CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
 OWN = ForeignSpec("tests.weights.own:Own", 4, '{"width": 12}')
+allow_code([OWN.name])
 SIZE = "no file says the size of its images: taken for 224 pixels"
 SPECS = {"resnet": RESNET, "convnext": CONVNEXT, "own": OWN}
 HEAD = {"head.prototypes": "24", "head.hidden": "24", "head.bottleneck": "8", "head.batch_norm": "true"}
@@ -184,7 +186,7 @@ class TestWhatIsSaidBesideWeights:
         (tmp_path / "canary.py").write_text("raise SystemExit('it ran')")
         monkeypatch.chdir(tmp_path)
         line = self._refused(tmp_path, {"backbone": "canary:Net"}, name="canary:Net")
-        assert "names the class canary:Net, whose code would run: if it is yours" in line and "backbone= in" in line
+        assert "names the class canary:Net, whose code would run: if it is yours, add --allow_code canary:Net" in line
         assert "canary" not in sys.modules
 
     def test_what_is_not_a_class_of_modules_is_not_called(self, tmp_path, monkeypatch):

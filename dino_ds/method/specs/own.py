@@ -18,7 +18,7 @@ import functools
 import json
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -28,6 +28,9 @@ from dino_ds.config.fields import parse_ramp
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.ema import EmaSpec
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 TERMS, TEACHERS = "objective.terms", "teacher.others"
 
@@ -56,6 +59,14 @@ def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
         elif key == TERMS and "weight" not in values:
             problems.append(f"{subject} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
     return problems
+
+
+def code_of(recipe: Recipe) -> list[tuple[str, str]]:
+    """Each key of a recipe that names a class of the user's, with its MODULE:CLASS."""
+    pairs = [("data.source", recipe.data.source), ("model.backbone", recipe.model.backbone)]
+    for key, text in ((TERMS, recipe.objective.terms), (TEACHERS, recipe.teacher.others)):
+        pairs += [(f"{key} {name}", values.get("spec") or "") for name, values in json.loads(text).items()]
+    return [(key, path) for key, path in pairs if ":" in path]
 
 
 def _names_class(spec: object) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dino_ds.basics.digits import short
+from dino_ds.basics.durable import check_absent
+from dino_ds.basics.own_code import allow_code
 from dino_ds.basics.ranges import PARTS, listen
 from dino_ds.config.ds_config import change_ds_config
 from dino_ds.config.ds_values import DsConfig
@@ -36,7 +38,7 @@ from dino_ds.planning.measure.trial import (
     run_on_data,
 )
 
-_TRACED, _OPERATORS = 3, 15
+_TRACE, _TRACED, _OPERATORS = "trace.json", 3, 15
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
 """Recipe and ds JSON of each compared setting, by name."""
 
@@ -49,6 +51,8 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     settings = _settings(recipe, ds, ds_path, options.compare)
     if options.profile and options.compare:
         raise ConfigError("--compare with --profile: trace one setting, named by its own option")
+    if options.profile:
+        check_absent(Path(options.profile, _TRACE), "name another folder with --profile")
     if options.data and options.compare:
         raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
     if options.data and recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture:
@@ -80,6 +84,7 @@ def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | N
         raise ConfigError("--compare data.global_batch: the batch is given with --batch; run the bench twice")
     if key.startswith("ds."):
         return {f"{key}={v}": (recipe, change_ds_config(ds, ds_path, {key[3:]: v})) for v in values}
+    allow_code(values)
     return {f"{key}={v}": (change_recipe(recipe, {key: v}), ds) for v in values}
 
 
@@ -132,7 +137,7 @@ def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Calla
 def _trace(step: Callable[[], object], folder: Path) -> dict[str, str]:
     """Profile a few steps with torch into trace.json, parts included; return its path and a table of operators."""
     on_gpu, rank = torch.cuda.is_available(), distributed.rank()
-    path = folder / (f"trace_rank{rank}.json" if rank else "trace.json")
+    path = folder / (f"trace_rank{rank}.json" if rank else _TRACE)
     with (
         profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler,
         listen(record_function),

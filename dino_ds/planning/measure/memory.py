@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dino_ds.basics.own_code import allow_code, allowed_code
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import UserError
 
@@ -64,7 +65,9 @@ def run_in_child(function: Callable[..., Any], threads: int, **kwargs: Any) -> C
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
     with tempfile.TemporaryDirectory() as folder:
-        call = json.dumps({"module": function.__module__, "name": function.__name__, "kwargs": kwargs})
+        call = json.dumps(
+            {"module": function.__module__, "name": function.__name__, "kwargs": kwargs, "code": allowed_code()}
+        )
         result = Path(folder, "result.json")
         command = [sys.executable, "-c", "from dino_ds.planning.measure.memory import _child; _child()", str(result)]
         done = subprocess.run(command, env=environment, input=call, capture_output=True, text=True)
@@ -85,6 +88,7 @@ def _child() -> None:
     from dino_ds.engine.process import init_distributed
 
     init_distributed()
+    allow_code(call["code"])
     function = getattr(importlib.import_module(call["module"]), call["name"])
     imports = resident_mib()
     value = function(**call["kwargs"])
