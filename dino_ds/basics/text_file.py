@@ -83,7 +83,7 @@ def is_file(path: str) -> bool:
 
 def is_url(text: str) -> bool:
     """Whether `text` is a URL, such as s3://bucket/file, and not a path."""
-    return re.match(r"[a-z][a-z0-9+.-]*://", text) is not None
+    return re.match(r"[a-z][a-z0-9+.-]*://", text, re.IGNORECASE) is not None
 
 
 def unusable_text(text: str) -> str:

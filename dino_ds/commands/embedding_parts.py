@@ -156,7 +156,7 @@ def digest_of(blocks: Iterable[Rows]) -> str:
     """SHA-256 of the rows of all blocks, in their order: about 1 GB in a second."""
     sha256 = hashlib.sha256()
     for block in blocks:
-        sha256.update(np.ascontiguousarray(block))
+        sha256.update(np.ascontiguousarray(block).data)
     return sha256.hexdigest()
 
 

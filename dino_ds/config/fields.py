@@ -245,6 +245,8 @@ PATH = AfterValidator(_usable)
 """Marks keys whose text is a path or a name: relative paths always start in the folder in which the run began."""
 PathText = Annotated[str, PATH]
 Positive = Annotated[float, Field(gt=0)]
+Gib = Annotated[float, Field(gt=0, le=2**20)]
+CacheGib = Annotated[float, Field(ge=0, le=2**20)]
 Temperature = Annotated[float, Field(gt=0, le=100)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]

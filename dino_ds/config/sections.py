@@ -13,6 +13,7 @@ from dino_ds.config.fields import (
     SOURCES,
     BatchSize,
     BelowOne,
+    CacheGib,
     ChannelsField,
     Count,
     Depth,
@@ -57,12 +58,12 @@ class DataSection(Section):
     download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
     global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
     workers: Few | None = option(None, "data loading processes per rank; none = by the cores", learned=False)
-    cache_gib: NotNegative = option(
+    cache_gib: CacheGib = option(
         0.0,
         "memory of each machine for decoded files, shared by its ranks; pays for small images; 0 = none",
         learned=False,
     )
-    remote_cache_gib: NotNegative = option(0.0, "disk of each machine for images of buckets; 0 = none", learned=False)
+    remote_cache_gib: CacheGib = option(0.0, "disk of each machine for images of buckets; 0 = none", learned=False)
     augment: Literal["device", "worker"] = option(
         "device", "where colors and blur are done: batched on the device, or by the workers"
     )

@@ -53,6 +53,18 @@ class EncodedImages(ABC):
         return values if image.deep or image.channels != 3 else Image.fromarray(values)
 
 
+def size_and_time(state: os.stat_result) -> list[int]:
+    return [state.st_size, state.st_mtime_ns]
+
+
+def _local_state(file: str) -> tuple[int, ...] | None:
+    """Size and time of a file on a disk; None for an address, and where nothing is."""
+    try:
+        return None if is_url(file) else tuple(size_and_time(os.stat(file)))
+    except OSError:
+        return None
+
+
 class RowImages(EncodedImages):
     """Images that are stored as rows of files, file after file."""
 
@@ -63,6 +75,7 @@ class RowImages(EncodedImages):
 
     def __init__(self, files: list[str]) -> None:
         self._files = [file if is_url(file) else os.path.abspath(file) for file in files]
+        self._states = [_local_state(file) for file in self._files]
         self.notes: list[str] = []
 
     def __len__(self) -> int:
@@ -80,6 +93,12 @@ class RowImages(EncodedImages):
     def file_time(self, index: int) -> int:
         """Time of the file's last change in nanoseconds. Raises OSError."""
         return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
+
+    def _check_unchanged(self, index: int) -> None:
+        """Raises OSError if the file of an image has changed since it was opened first."""
+        file = self._find(index)[0]
+        if _local_state(self._files[file]) != self._states[file]:
+            raise OSError("changed since its rows were listed")
 
     def _find(self, index: int) -> tuple[int, int]:
         """File and row of an image."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.basics.text_file import is_url, unusable_text
+from dino_ds.basics.text_file import is_url, read_lines
 from dino_ds.data.encoded import ListedFiles, canonical_place
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out
 from dino_ds.data.images import evenly_spaced_indices
@@ -31,6 +31,7 @@ from dino_ds.data.listing import (
     printable,
 )
 from dino_ds.data.remote import FilePiece, Remote
+from dino_ds.data.remote_request import check_url
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
@@ -233,26 +234,24 @@ def _parse(path: str, text: bytes | None) -> Contents:
     """Contents of a list file: of its `text`, or read from `path` if that is None."""
     names, labels, numbers, hidden = Packer(), array("i"), dict[bytes, int](), list[bytes]()
     folder, elsewhere = os.fsencode(os.path.dirname(path)) + b"/", False
-    with open(path, "rb") if text is None else io.BytesIO(text) as lines:
-        for number, line in enumerate(lines):
-            if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                raise DataError(f"{printable(path)} is UTF-16: save it as UTF-8")
-            if number == 0:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            name, _, label = line.rstrip(b"\r\n").partition(b"\t")
-            label = label.strip()
-            if not name.strip() or name.startswith(b"#"):
-                continue
-            below = name.removeprefix(folder)
-            if is_url(url := os.fsdecode(name)):
-                elsewhere = True
-                if problem := unusable_text(url):
-                    raise DataError(f"line {number + 1} of {printable(path)}: {problem}")
-            if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
-                hidden.append(name)
-                continue
-            names.add(name)
-            labels.append(numbers.setdefault(label, len(numbers)) if label else -1)
+    for number, line in enumerate(read_lines(path) if text is None else io.BytesIO(text)):
+        if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{printable(path)} is UTF-16: save it as UTF-8")
+        if number == 0:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        name, _, label = line.rstrip(b"\r\n").partition(b"\t")
+        label = label.strip()
+        if not name.strip() or name.startswith(b"#"):
+            continue
+        below = name.removeprefix(folder)
+        if is_url(url := os.fsdecode(name)):
+            elsewhere = True
+            check_url(url, f"line {number + 1} of {printable(path)}")
+        if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
+            hidden.append(name)
+            continue
+        names.add(name)
+        labels.append(numbers.setdefault(label, len(numbers)) if label else -1)
     classes = sorted(numbers, key=_natural)
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
     notes = []

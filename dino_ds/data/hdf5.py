@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,8 @@ _CACHE = 16 << 20
 _MOST_NAMES = 10_000
 """Largest number of names in a file that are searched for a fitting dataset."""
 _MOST_ROWS = 10**9
+_DEFLATE = 1
+"""Number of the filter that h5py calls gzip."""
 _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
 
@@ -59,7 +62,9 @@ class Hdf5Images(RowImages):
     def read(self, index: int) -> bytes:
         file, row = self._find(index)
         try:
-            value = _dataset(os.getpid(), self._files[file], self._parts[file])[row]
+            dataset = _dataset(os.getpid(), self._files[file], self._states[file], self._parts[file])
+            value = _read_rows(dataset, row, row + 1)[0]
+            self._check_unchanged(index)
             if isinstance(value, np.void):  # opaque bytes of one length
                 return value.tobytes()
             if value.dtype == np.uint8 and value.ndim == 1:
@@ -89,7 +94,7 @@ def _open(file: str) -> Any:
 
 
 @lru_cache(maxsize=_OPEN_FILES)
-def _dataset(process: int, file: str, name: str) -> Any:
+def _dataset(process: int, file: str, state: tuple[int, ...] | None, name: str) -> Any:
     """The dataset, opened by this process: a handle from before a fork would share its position in the file."""
     dataset = _named(_open(file), name)
     if problem := _problem(dataset):
@@ -166,6 +171,29 @@ def _problem(dataset: Any) -> str:
     return _why_not_stored(dataset)
 
 
+def _read_rows(dataset: Any, first: int, end: int) -> Any:
+    """Rows of a dataset. Raises ValueError for a chunk that inflates beyond its size, which HDF5 would do."""
+    plist = dataset.id.get_create_plist()
+    filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
+    if filters.count(_DEFLATE) > 1:
+        raise ValueError("it is compressed twice")
+    if _DEFLATE in filters:
+        rows = (slice(first, end), *(slice(0, side) for side in dataset.shape[1:]))
+        for part in dataset.iter_chunks(rows):
+            corner = tuple(span.start // side * side for span, side in zip(part, dataset.chunks, strict=True))
+            _check_chunk(dataset, corner, filters.index(_DEFLATE))
+    return dataset[first:end]
+
+
+@lru_cache(maxsize=_OPEN_FILES)  # rows are often read in order
+def _check_chunk(dataset: Any, corner: tuple[int, ...], number: int) -> None:
+    most = int(np.prod(dataset.chunks, dtype=object)) * dataset.dtype.itemsize
+    if dataset.id.get_chunk_info_by_coord(corner).size:
+        left_out, data = dataset.id.read_direct_chunk(corner)
+        if not left_out >> number & 1 and len(zlib.decompressobj().decompress(data, most + 1)) > most:
+            raise ValueError(f"a chunk of {most} bytes inflates to more")
+
+
 def _why_not_stored(dataset: Any) -> str:
     """Reason why a dataset can't have the claimed number of images, at least a byte each; "" if it can."""
     if not dataset.id.get_storage_size():
@@ -184,7 +212,7 @@ def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | 
         if not isinstance(values, h5py.Dataset) or values.is_virtual or values.external:
             continue
         if values.dtype.kind in "ui" and values.shape == (len(dataset), *[1] * (values.ndim - 1)):
-            return np.asarray(values[()], np.int64).reshape(-1)
+            return np.asarray(_read_rows(values, 0, len(values)), np.int64).reshape(-1)
         labels = f"{values.name} {values.shape} {values.dtype} of {opened.filename}"
         notes.append(printable(f"{labels} is not read as classes: it must be whole numbers, one an image"))
     return None

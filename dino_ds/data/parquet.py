@@ -15,8 +15,7 @@ from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
-from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
-from dino_ds.data.remote_file import open_remote
+from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
@@ -37,6 +36,10 @@ class _RemoteParquet:
     remote: Remote
     state: Sequence[int]
     footer: Any = None
+
+
+_Location = tuple[str, tuple[int, ...] | None, _RemoteParquet | None]
+"""A file, its size and time on a disk, and what it is elsewhere."""
 
 
 class ParquetImages(RowImages):
@@ -63,6 +66,9 @@ class ParquetImages(RowImages):
                     schema = opened.schema_arrow
                     self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
                 _check_alike(schema, opened.schema_arrow, self._column, label, (self._files[0], file))
+                state = states[number] if states else self._states[number]
+                if state and (rows := opened.metadata.num_rows) > state[0]:
+                    raise DataError(f"{printable(file)} has {rows} rows in {state[0]} bytes, so they hold no images")
                 for group in range(opened.num_row_groups):
                     groups.append((first, group))
                     first += opened.metadata.row_group(group).num_rows
@@ -98,6 +104,7 @@ class ParquetImages(RowImages):
         first, group = self._groups[np.searchsorted(self._groups[:, 0], index, side="right") - 1].tolist()
         try:
             data = _read_group(self._location(self._find(index)[0]), group, self._column)[index - first].as_py()
+            self._check_unchanged(index)
         except DataError:
             raise
         except Exception as error:  # as above
@@ -124,8 +131,8 @@ class ParquetImages(RowImages):
         ends = [begin + chunk.total_compressed_size for begin, chunk in zip(begins, chunks, strict=True)]
         return FilePiece(self._files[number], size, tag, min(begins), max(ends) - min(begins))
 
-    def _location(self, number: int) -> tuple[str, _RemoteParquet | None]:
-        return self._files[number], self._elsewhere[number] if self.elsewhere else None
+    def _location(self, number: int) -> _Location:
+        return self._files[number], self._states[number], self._elsewhere[number] if self.elsewhere else None
 
 
 def import_parquet() -> Any:
@@ -138,7 +145,7 @@ def import_parquet() -> Any:
 
 
 @lru_cache(maxsize=1)  # neighboring rows cost one read; more groups would be too much memory in each worker
-def _read_group(location: tuple[str, _RemoteParquet | None], group: int, column: str) -> Any:
+def _read_group(location: _Location, group: int, column: str) -> Any:
     import pyarrow
 
     return pyarrow.chunked_array(_read_parts(_open_parquet(location), group, column))
@@ -177,8 +184,8 @@ def _has_bytes(opened: Any, group: int, column: str) -> bool:
     return any(part.null_count < len(part) for part in values)
 
 
-def _parquet_file(location: tuple[str, _RemoteParquet | None]) -> Any:
-    file, elsewhere = location
+def _parquet_file(location: _Location) -> Any:
+    file, _, elsewhere = location
     if elsewhere is None:
         return import_parquet().ParquetFile(file)
     opened = open_remote(elsewhere.remote, file, elsewhere.state, 0)

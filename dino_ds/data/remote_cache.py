@@ -27,10 +27,8 @@ _PAGE, _OPEN_FILES = 4096, 128
 
 
 class FilePiece(NamedTuple):
-    """Bytes of a remote file that has `size` and a `tag` of its content; a `length` of -1 is the whole of any file.
-
-    A tag below 0 is that of an index, whose CRC-32 in `checksum` then tells one content from another.
-    """
+    """Bytes of a remote file that has `size` and a `tag` of its content, 0 if its server gives none; a `length` of -1
+    is the whole of any file. `checksum`: CRC-32 of the bytes by an index, or -1."""
 
     url: str
     size: int = -1
@@ -38,6 +36,10 @@ class FilePiece(NamedTuple):
     begin: int = 0
     length: int = -1
     checksum: int = -1
+
+    def fits(self, data: bytes, state: list[int]) -> bool:
+        """Whether `data`, from a file with the size and tag `state`, is this piece."""
+        return zlib.crc32(data) == self.checksum if self.checksum >= 0 else state == [self.size, self.tag]
 
     def is_in(self, other: FilePiece) -> bool:
         """Whether another piece is this one, or has all its bytes."""

@@ -23,7 +23,8 @@ from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_p
 from dino_ds.data.hdf5 import Hdf5Images
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
-from dino_ds.data.remote import check_url, find_files
+from dino_ds.data.remote import find_files, is_there, list_folder
+from dino_ds.data.remote_request import check_url
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
@@ -198,7 +199,8 @@ def expand(pattern: str) -> list[str]:
         if number >= _MAX_FILES:
             raise DataError(f"data.root {pattern} stands for more than {_MAX_FILES} files: give fewer")
         find = find_files if is_url(path) else lambda path: sorted(glob.glob(path, recursive=True))
-        matches = list(find(path)) if glob.has_magic(path) else [path]
+        there = is_there if is_url(path) else os.path.lexists
+        matches = list(find(path)) if glob.has_magic(path) and not there(path) else [path]
         if not matches or not (is_url(path) or os.path.isfile(matches[0])):
             raise DataError(
                 f"data.root {pattern}: its file {printable(path)} is not there: fix the pattern or fetch it"
@@ -234,9 +236,13 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     """Open the address of a list, of archives, or of a folder that directly holds archives."""
     if path.lower().endswith(".txt"):
         return ListFile(path)
-    paths = expand(path)
-    if paths == [path] and not path.lower().endswith(ARCHIVES):
-        paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(ARCHIVES)]
+    archives, paths = tuple(ARCHIVES), list[str]()
+    if not path.lower().endswith(archives):
+        paths = [file for file in list_folder(path.rstrip("/")) if file.lower().endswith(archives)]
+    elif "{" in path and is_there(path):
+        paths = [path]
+    if not paths and (path.lower().endswith(archives) or re.search(r"[*\[{]", path)):
+        paths = expand(path)
     if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
         raise DataError(
             f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "

@@ -9,21 +9,19 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.basics.text_file import is_url
+from dino_ds.basics.text_file import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.encoded import MAX_BYTES, ListedImages
+from dino_ds.data.encoded import MAX_BYTES, ListedImages, size_and_time
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
-from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
-from dino_ds.data.remote_file import open_remote
-from dino_ds.data.tar_members import IndexedMembers, Members, size_and_time
-from dino_ds.errors import DataError
+from dino_ds.data.remote import FilePiece, Remote, find_states, known_states, open_remote, remote_with_room
+from dino_ds.data.remote_request import Refusal
+from dino_ds.data.tar_members import IndexedMembers, Members
+from dino_ds.errors import DataError, one_line
 
 CLASSES, INDEX = "classes.txt", "index.jsonl"
 """Files beside the shards: line n of the first names class n; a line of the second replaces reading a shard."""
@@ -52,10 +50,11 @@ class TarShards(ListedImages):
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])
         shards = shards if self.elsewhere else [os.path.abspath(shard) for shard in shards]
-        index = _find_index(shards) if self.elsewhere and kind is None else None
+        index, unused = _find_index(shards) if self.elsewhere and kind is None else (None, [])
         build = functools.partial(_index, shards, kind, index)
         key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or ())))
         super().__init__("shards", key, build, _is_current)
+        self.notes += unused
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
             raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")
@@ -81,10 +80,10 @@ class TarShards(ListedImages):
         try:
             file = _open_shard(self._shards[shard], *self._states[shard].tolist())
             data = os.pread(file.fileno(), size, int(self._offset[index]))
+            if size_and_time(os.fstat(file.fileno())) != self._states[shard].tolist():
+                raise OSError("changed since it was indexed")
         except OSError as error:
             raise UnreadableImage(self.name(index), f"shard: {error.strerror or error}") from None
-        if len(data) != size:
-            raise UnreadableImage(self.name(index), "shard: cut off since it was indexed")
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
@@ -111,31 +110,32 @@ class TarShards(ListedImages):
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
 def _open_shard(path: str, size: int, time: int) -> io.FileIO:
-    """Open a shard, which threads and forked processes may share, as each read passes its own position.
-
-    Raises OSError, also if the file has changed since it was indexed.
-    """
-    file = io.FileIO(path)
-    if size_and_time(os.fstat(file.fileno())) != [size, time]:
-        file.close()
-        raise OSError("changed since it was indexed")
-    return file
+    """Open a shard of this size and time, which threads and forked processes may share, as each read passes its own
+    position. Raises OSError."""
+    return io.FileIO(path)
 
 
-def _find_index(shards: Sequence[str]) -> FilePiece | None:
-    """The index beside remote shards, or None."""
+def _find_index(shards: Sequence[str]) -> tuple[FilePiece | None, list[str]]:
+    """The index beside remote shards, or None; and a note where it can't be read."""
     url = f"{os.path.dirname(shards[0])}/{INDEX}"
-    with suppress(DataError):
-        return FilePiece(url, *find_states([url])[0])
-    return None
+    try:
+        state = known_states([url]).get(url)
+    except Refusal as error:
+        return None, [f"{error}; the shards are read in place of it"]
+    return (None if state is None else FilePiece(url, *state)), []
 
 
 def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
     """Read an index: its shards by their addresses. Raises DataError."""
+    known = dict[str, IndexedMembers]()
     try:
+        if not 0 < index.size < MAX_LINES_BYTES:
+            raise ValueError("no lines, or more than can be kept")
         with open_remote(Remote(), index.url, [index.size, index.tag]) as lines:
-            shards = (IndexedMembers(line, printable(index.url)) for line in lines)
-            return {f"{os.path.dirname(index.url)}/{shard.name}": shard for shard in shards}
+            while line := lines.readline(MAX_JSON_BYTES):
+                shard = IndexedMembers(line, printable(index.url))
+                known[f"{os.path.dirname(index.url)}/{shard.name}"] = shard
+        return known
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         remedy = "copy it there again from the folder that dino-ds shard made, or remove it"
         raise DataError(f"{printable(index.url)} is damaged: {remedy}") from None
@@ -145,14 +145,19 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
     """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time).
 
     A damaged shard contributes the images before the damage, and a line in about["notes"]. Remote shards that are in
-    `index` are not read.
+    `index` are not read, unless they have changed.
     """
     known = _read_index(index) if index else {}
-    unread = [shard for shard in shards if shard not in known]
-    states = dict(zip(unread, find_states(unread), strict=True)) if is_url(shards[0]) else {}
+    states = dict(zip(shards, find_states(shards), strict=True)) if is_url(shards[0]) else {}
+    changed = list[str]()
 
     def find_members(shard: str) -> Members:
-        return known[shard] if shard in known else Members(shard, kind, states.get(shard))
+        line = known.get(shard)
+        if line and line.is_of(shard, states[shard]):
+            line.time = states[shard][1] or line.time
+            return line
+        changed.extend([shard] if line else [])
+        return Members(shard, kind, states.get(shard))
 
     names, folders, packed = Packer(), FolderLabels(), Packer()
     counts, spans, checksums, facts = array("q"), array("q"), array("q"), array("q")
@@ -176,9 +181,12 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
             if problem := "; ".join(filter(None, members.problems)):
                 notes.append(f"{printable(path)}: {problem}; {len(members.images)} images of it are used")
             bar.update()
+    if changed:
+        some = f"{len(changed)} of {len(shards)} shards, such as {printable(min(changed))}"
+        notes.append(f"{INDEX} is not of {some}, which are read in place of it: copy there the one made with them")
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more shards like these"]
-    classes = _class_arrays(labels, numbers, shards)
+    classes = _class_arrays(labels, numbers, shards, notes)
     arrays = {
         **names.arrays("names"),
         **packed.arrays("shards"),
@@ -205,7 +213,7 @@ def _note_kinds(kinds: Counter[bytes]) -> list[str]:
 
 
 def _class_arrays(
-    labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str]
+    labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str], notes: list[str]
 ) -> dict[str, np.ndarray] | None:
     """Arrays of the classes that tar members name, sorted as numbers if all are numbers; names from classes.txt."""
     texts = [text for text in numbers if text is not None]
@@ -215,9 +223,13 @@ def _class_arrays(
     texts.sort(key=int if whole else None)
     try:
         path = os.path.join(os.path.dirname(shards[0]), CLASSES)
-        names = (Remote().read(FilePiece(path)) if is_url(path) else Path(path).read_bytes()).splitlines()
-    except OSError:
+        text = Remote().read(FilePiece(path)) if is_url(path) else read_bytes(path, MAX_JSON_BYTES)
+        names = text.splitlines()
+    except FileNotFoundError:
         names = []
+    except (OSError, ValueError, Refusal) as error:
+        names = []
+        notes.append(f"classes are numbers, without names: {CLASSES} can't be read: {one_line(error)}")
     called = [names[int(text)] if whole and int(text) < len(names) else text for text in texts]
     of_images = np.asarray(labels, np.int32)
     if None in numbers:
@@ -226,11 +238,11 @@ def _class_arrays(
 
 
 def _is_current(listing: Listing) -> bool:
-    """Whether no shard has changed since it was indexed; those of an index in a bucket are compared when read."""
+    """Whether no shard has changed since it was indexed; of servers that can't tell, none is."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
     if is_url(shards[0]):
-        tagged = np.flatnonzero(states[:, 1] >= 0)
-        return find_states([shards[i] for i in tagged]) == states[tagged].tolist()
+        now = find_states([*shards])
+        return now == states.tolist() and all(tag for _, tag in now)
 
     def same(i: int) -> bool:
         try:

@@ -12,19 +12,20 @@ import tarfile
 import zlib
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dino_ds.basics.file_format import FORMAT, check_format
 from dino_ds.data.base import name_placeholder
+from dino_ds.data.encoded import size_and_time
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
-from dino_ds.data.remote import Remote
-from dino_ds.data.remote_file import open_remote
+from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
-_BLOCK = 512
+_BLOCK, _MOST_HEADER = 512, 1 << 20
 _ZEROS, _MOST_ZEROS = 1 << 20, 64
 """Bytes per read, and most reads, when looking for another archive after an end mark."""
 _MAX_LABEL_BYTES, _MAX_JSON_BYTES = 1000, 1 << 16
@@ -43,12 +44,14 @@ class Members:
         state: size and tag of a remote shard.
 
     Attributes:
+        end: offset of the mark that ends the last archive; None where there is none.
         problems: descriptions of members that could not be read.
         others: files of other kinds, except those that share their key with an image.
     """
 
     def __init__(self, path: str, kind: str | None, state: list[int] | None = None) -> None:
         self.size, self.time, self.checksums = -1, 0, array("q")
+        self.end: int | None = None
         self.images, self.others = dict[bytes, tuple[int, int]](), list[bytes]()
         self._kind = kind and os.fsencode(kind)
         self._classes, self._jsons = dict[bytes, bytes](), dict[bytes, tuple[int, int]]()
@@ -74,11 +77,12 @@ class Members:
     def _walk(self, file: BinaryIO) -> str | None:
         """Note the members of all archives in the file, one after another; returns a description of damage, or None."""
         begin: int | None = 0
+        headers: Any = _Headers(file)
         while begin is not None:
             file.seek(begin)
             end = -1
             try:
-                with tarfile.open(fileobj=file, mode="r:") as archive:
+                with tarfile.open(fileobj=headers, mode="r:") as archive:
                     while (member := archive.next()) is not None:
                         archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
                         if archive.offset <= end or member.size < 0:
@@ -89,7 +93,7 @@ class Members:
                         end = max(end, archive.offset)
                     if problem := _look_at_end(file, archive.offset):
                         return f"what follows its end mark at byte {begin} is no tar" if begin and end < 0 else problem
-                    begin = _after_zeros(file, archive.offset)
+                    self.end, begin = archive.offset, _after_zeros(file, archive.offset)
             except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
                 return _describe_damage(_read_at(file, _BLOCK, 0), end, one_line(error))
         return None
@@ -149,22 +153,32 @@ class IndexedMembers(Members):
     """The images of one shard by its line of an index, each with its CRC-32. Raises CheckpointError for a line of
     another format, and ValueError, LookupError, TypeError.
 
-    `time` is a hash of the line, below 0: no tag of a remote file is.
+    `time` is a hash of the line, the shard's tag where its server gives none.
     """
 
     def __init__(self, line: bytes, index: str) -> None:
         shard = json.loads(line)
-        names, offsets, sizes, checksums, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
         check_format(shard.get("format"), index, "remove it, or make the shards again")
-        self.name, self.size = str(shard["shard"]), int(shard["bytes"])
-        self.time = -1 - (int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big") >> 1)
-        self.images = dict(zip(map(os.fsencode, names), zip(offsets, sizes, strict=True), strict=True))
-        if any(offset < 0 or size < 0 or offset + size > self.size for offset, size in self.images.values()):
+        names, *numbers, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
+        self.name, self.size, self.end = str(shard["shard"]), shard["bytes"], shard.get("end")
+        end = () if self.end is None else (self.end,)
+        if not all(type(number) is int and 0 <= number < 2**63 for number in (self.size, *end, *sum(numbers, ()))):
+            raise ValueError("a number that is no place, size or checksum")
+        self.time = int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big") >> 1
+        self.images = dict(zip(map(os.fsencode, names), zip(*numbers[:2], strict=True), strict=True))
+        if any(offset + size > self.size for offset, size in self.images.values()):
             raise ValueError("an image beyond the end of its shard")
-        self.checksums = array("q", checksums)
+        self.checksums = array("q", numbers[2])
         texts = zip(self.images, classes, strict=True)
         self._classes = {_stem(name): os.fsencode(text) for name, text in texts if text is not None}
         self.others, self.problems = [], []
+
+    def is_of(self, url: str, state: Sequence[int]) -> bool:
+        """Whether a remote shard with this size and tag is as long as the line says, and ends where that says."""
+        if state[0] != self.size or self.end is None:
+            return state[0] == self.size
+        with open_remote(Remote(), url, state, 0) as file:
+            return _read_at(file, _BLOCK, self.end) == bytes(_BLOCK)
 
 
 def index_line(path: Path, name: str) -> str:
@@ -175,16 +189,25 @@ def index_line(path: Path, name: str) -> str:
             [os.fsdecode(image), *span, zlib.crc32(_read_at(file, span[1], span[0])), text and os.fsdecode(text)]
             for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
         ]
-    return json.dumps({"shard": name, "format": FORMAT, "bytes": members.size, "images": images})
-
-
-def size_and_time(state: os.stat_result) -> list[int]:
-    return [state.st_size, state.st_mtime_ns]
+    record = {"shard": name, "format": FORMAT, "bytes": members.size, "end": members.end, "images": images}
+    return json.dumps(record)
 
 
 def _read_at(file: BinaryIO, size: int, offset: int) -> bytes:
     file.seek(offset)
     return file.read(size)
+
+
+class _Headers:
+    """A tar of which headers alone are read: one of any length, as it may say of itself, would fill the memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.tell, self.seek, self._read = file.tell, file.seek, file.read
+
+    def read(self, size: int) -> bytes:
+        if size > _MOST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._read(size)
 
 
 def _key(name: bytes) -> bytes:

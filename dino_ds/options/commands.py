@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dino_ds.config.fields import IMAGE_FORMS, AllowedCode, Amount, Count, Listed, Positive, option
+from dino_ds.config.fields import IMAGE_FORMS, AllowedCode, Amount, Count, Gib, Listed, Positive, option
 from dino_ds.options import model  # noqa: F401  (its commands)
 from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, declare_command, options
 from dino_ds.run.train_options import TrainOptions
@@ -83,7 +83,7 @@ class PlanOptions:
     gpu: str | None = option(None, "kind of GPU, such as a100-40g (an unknown one lists them all)")
     gpus: Count = option(1, "GPUs of a node")
     nodes: Count = option(1, "nodes")
-    memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
+    memory_gib: Gib | None = option(None, "memory of a GPU", shown="as its kind has")
     write: str | None = option(None, "new file for the recommended ds JSON")
     json: Json = False
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dino_ds.config.evaluation import BENCHMARKS, Evaluation
-from dino_ds.config.fields import AllowedCode, Amount, Count, Listed, Positive, Seed, option
+from dino_ds.config.fields import AllowedCode, Amount, Count, Gib, Listed, Positive, Seed, option
 from dino_ds.options.definition import Heads, Json, Model, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
@@ -84,7 +84,7 @@ class FindOptions:
     model: str | None = option(None, "what made features, for files", shown="as embed was told")
     root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
     out: str | None = option(None, "begin of the names of the new list and picture", shown="FEATURES-found, or -2, ...")
-    memory_gib: Positive = option(1.0, "memory for blocks of features")
+    memory_gib: Gib = option(1.0, "memory for blocks of features")
     allow_code: AllowedCode = None
     json: Json = False
 
@@ -102,7 +102,7 @@ class CurateOptions:
     seed: Seed = option(0, "of clusters and draws")
     root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
     out: str | None = option(None, "new folder", shown="FEATURES-duplicates, -clusters or -drawn")
-    memory_gib: Positive = option(1.0, "memory for blocks of features")
+    memory_gib: Gib = option(1.0, "memory for blocks of features")
     allow_code: AllowedCode = None
     json: Json = False
 

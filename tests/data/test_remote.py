@@ -27,8 +27,9 @@ from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.remote import FilePiece, _driver_of
+from dino_ds.data.remote import FilePiece
 from dino_ds.data.remote_cache import RemoteCache, _opened
+from dino_ds.data.remote_request import _driver_of
 from dino_ds.data.root import open_files
 from dino_ds.data.tar_members import index_line
 from dino_ds.errors import DataError, UserError
@@ -147,7 +148,8 @@ def test_what_was_read_once_is_kept_on_the_disk(server, folder, place, tmp_path)
 def test_an_index_beside_the_shards_is_read_in_place_of_them(server, folder, tmp_path):
     remote, local = open_files(f"{server.url}/indexed", 1.0), read(folder / "set")
     assert (members(remote), remote.labels, remote.classes) == (members(local), local.labels, local.classes)
-    assert not [path for path in server.requests if path.endswith(".tar")]
+    assert {count for path, count in server.requests.items() if path.endswith(".tar")} == {2}, "its size and its end"
+    assert server.bytes_sent < sum(remote.file_bytes(index) for index in range(IMAGES))
     server.bytes_sent = 0
     prepare_images(remote, range(0, IMAGES, 5))
     assert [remote.read(index) for index in range(0, IMAGES, 5)] == contents(local)[::5]
@@ -155,7 +157,7 @@ def test_an_index_beside_the_shards_is_read_in_place_of_them(server, folder, tmp
     server.requests.clear()
     assert read(f"{server.url}/indexed").read(1) == local.read(1)
     files = {path: count for path, count in server.requests.items() if "." in path}
-    assert files == {"/indexed/index.jsonl": 1, "/indexed/000.tar": 1}
+    assert files == {"/indexed/index.jsonl": 1, **{f"/indexed/{n:03d}.tar": 1 + (n == 0) for n in range(SHARDS)}}
 
 
 def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_path):
@@ -242,7 +244,7 @@ def test_row_groups_of_a_batch_come_together_and_once(server, folder):
 )
 def test_faults_that_pass_change_nothing(server, folder, faults, seconds, monkeypatch):
     """Also a server that asks for a second, and one that gives no answer within one."""
-    monkeypatch.setattr("dino_ds.data.remote._REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("dino_ds.data.remote_request._REQUEST_SECONDS", 1.0)
     local, remote = read(folder / "set"), read(f"{server.url}/set")
     server.faults, server.retry_after = [*faults], "1" if 429 in faults else "0"
     begin = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import struct
 import tarfile
 import zlib
@@ -194,6 +195,38 @@ def hdf5_of(folder: Path) -> bytes:
         images = np.arange(2 * 8 * 8 * 3, dtype=np.uint8).reshape(2, 8, 8, 3)
         file.create_dataset("images", data=images, chunks=(1, 8, 8, 3), compression="gzip", fletcher32=True)
     return (folder / "x.h5").read_bytes()
+
+
+def _bomb_in_a_tar(path: Path) -> None:
+    """A name of a gibibyte, in a file with holes."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 30
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(path, (1 << 30) + 10240)
+
+
+def _bomb_in_parquet(path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = 1 << 20
+    table = pyarrow.table({"image": pyarrow.nulls(rows, pyarrow.binary()), "label": np.zeros(rows, np.int64)})
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        for _ in range(128):
+            writer.write_table(table)
+
+
+def _bomb_in_hdf5(path: Path) -> None:
+    h5py, packer = pytest.importorskip("h5py"), zlib.compressobj(9)
+    first, more = (packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    with h5py.File(path, "w") as file:
+        images = file.create_dataset("images", (1, 8, 8, 3), np.uint8, chunks=(1, 8, 8, 3), compression="gzip")
+        images.id.write_direct_chunk((0, 0, 0, 0), first + more * 1000)
+
+
+@pytest.mark.parametrize("write", [_bomb_in_a_tar, _bomb_in_parquet, _bomb_in_hdf5])
+def test_sets_that_are_bombs(write, tmp_path):
+    path = tmp_path / {"tar": "x.tar", "parquet": "x.parquet", "hdf5": "x.h5"}[write.__name__.rpartition("_")[2]]
+    write(path)
+    read_all(path)
 
 
 @pytest.mark.parametrize(

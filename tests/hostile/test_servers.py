@@ -1,0 +1,167 @@
+"""Servers that send what was not asked for: what is read stays within what was asked, and ends in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+
+import pytest
+
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.remote_request import _driver_of
+from dino_ds.data.root import open_files
+from dino_ds.errors import UserError
+from tests.data.files import png, read
+from tests.data.servers import HOSTILE, serving
+from tests.data.test_changed_files import WRITERS
+from tests.data.test_remote import write_index
+from tests.data.test_shards import pack
+from tests.hostile.guard import command, raised_by
+from tests.sample import sampled
+
+MOST = 1 << 20
+"""Bytes of a whole answer here, and of what the system's buffers take beyond it, about."""
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+    for name, value in {"_MOST_OF_A_FILE": MOST, "_MOST_OF_A_PAGE": MOST, "_REQUEST_SECONDS": 3.0}.items():
+        monkeypatch.setattr(f"dino_ds.data.remote_request.{name}", value)
+    for name in ("_OPEN_SECONDS", "_READ_SECONDS", "_LIST_SECONDS"):
+        monkeypatch.setattr(f"dino_ds.data.remote.{name}", 3.0)
+    for folder in ("set", "bare"):
+        pack(tmp_path / folder / "0.tar", {"0.png": png(0), "0.cls": b"0", "1.png": png(1), "1.cls": b"1"})
+    write_index(tmp_path / "set")
+    (tmp_path / "set/classes.txt").write_text("cat\ndog\n")
+    WRITERS["0.parquet"](tmp_path / "0.parquet", {"0": png(0)})
+    (tmp_path / "1.png").write_bytes(png(1))
+    (tmp_path / "list.txt").write_text("1.png\n")
+    with serving(tmp_path) as server:
+        yield server
+
+
+OBJECTS = {
+    "a shard": ("bare/0.tar", "bare/0.tar"),
+    "an index": ("set/0.tar", "set/index.jsonl"),
+    "a shard of an index": ("set/0.tar", "set/0.tar"),
+    "names of classes": ("set/0.tar", "set/classes.txt"),
+    "a Parquet file": ("0.parquet", "0.parquet"),
+    "a list": ("list.txt", "list.txt"),
+    "an image": ("list.txt", "1.png"),
+    "a folder": ("bare", "bare/"),
+}
+
+
+@pytest.mark.parametrize(("what", "answer"), sampled(itertools.product(OBJECTS, HOSTILE)))
+def test_an_answer_takes_no_more_than_was_asked(server, what, answer):
+    """All sets have the images that a good server gives, or are refused; also what fails while images are read."""
+    root, path = OBJECTS[what]
+
+    def work():
+        source = open_files(f"{server.url}/{root}")
+        with contextlib.suppress(UnreadableImage):
+            assert [source.read(n) for n in range(len(source))] == expected
+
+    expected = [read(server.folder / root).read(n) for n in range(len(read(server.folder / root)))]
+    server.always[f"/{path}"] = HOSTILE[answer]
+    begin = time.monotonic()
+    message = raised_by(work, UserError)
+    assert server.bytes_sent < 16 * MOST
+    assert time.monotonic() - begin < 30
+    assert message or answer in ("a header without end", "headers without end") or what in (
+        "an index", "names of classes", "an image", "a folder",
+    ), "it was read"  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["bare/0.tar", "set/index.jsonl", "bare"])
+@pytest.mark.parametrize("answer", [answer for answer in HOSTILE if "end" in answer or answer == "a bomb"])
+def test_a_bucket_takes_no_more_than_was_asked(server, monkeypatch, path, answer):
+    pytest.importorskip("s3fs")
+    for name, value in {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    _driver_of.cache_clear()
+    server.always[f"/{path}"] = HOSTILE[answer]
+    raised_by(lambda: open_files(f"s3://{'set/0.tar' if 'set' in path else path}").read(0), UserError)
+    assert server.bytes_sent < 16 * MOST
+
+
+WRONG = [512.5, -1, 2**63, 10**30, float("nan"), float("inf"), True, None, "1", [1], {}]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+@pytest.mark.parametrize("place", ["bytes", "end", 1, 2, 3])
+def test_numbers_of_an_index_that_are_none(server, place, value):
+    index = server.folder / "set/index.jsonl"
+    shard = json.loads(index.read_text())
+    holder = shard if isinstance(place, str) else shard["images"][1]
+    holder[place] = value
+    index.write_text(f"{json.dumps(shard)}\n")
+    message = raised_by(lambda: open_files(f"{server.url}/set"), UserError)
+    assert message is None if (place, value) == ("end", None) else "index.jsonl is damaged" in message
+
+
+MISSING, FINAL = (404, 410, 416), (400, 401, 403, 405)
+DONE_WITHOUT = {"an index": (404, 410, *FINAL), "names of classes": (*MISSING, *FINAL), "an image": MISSING}
+
+
+@pytest.mark.parametrize(("what", "status"), sampled(itertools.product(OBJECTS, (*MISSING, *FINAL, 429, 500, 503))))
+def test_every_status_of_every_object_is_answered_in_a_line(server, what, status):
+    """A set does without what may be missing; where it is forbidden instead, that is said."""
+    root, path = OBJECTS[what]
+    server.always[f"/{path}"] = status
+    notes = list[str]()
+
+    def work():
+        source = open_files(f"{server.url}/{root}")
+        notes.extend(source.notes)
+        with contextlib.suppress(UnreadableImage):
+            source.read(0)
+
+    assert (raised_by(work, UserError) is None) == (status in DONE_WITHOUT.get(what, ()))
+    assert any("can't be read" in note or "may not be read" in note for note in notes) == (
+        what in ("an index", "names of classes") and status in FINAL
+    )
+
+
+@pytest.mark.parametrize("name", ["brackets[1].tar", "a{b,c}.tar", "a{0..1}.tar", "star*.tar", "[a].tar/0.tar"])
+def test_a_name_that_looks_like_a_pattern_is_that_file(server, name):
+    """On a disk and on a server, alone, among others and beside what the pattern stands for."""
+    folder = server.folder / "odd"
+    pack(folder / name, {"0.png": png(7)})
+    for other in ("brackets1.tar", "ab.tar", "a0.tar", "a1.tar", "start.tar"):
+        pack(folder / other, {"0.png": png(9)})
+    for root in (f"{folder}/{name}", f"{server.url}/odd/{name}"):
+        assert open_files(root).read(0) == png(7)
+    for root in (pack(folder / "fold[1]/0.tar", {"0.png": png(8)}).parent, f"{server.url}/odd/fold[1]"):
+        assert open_files(str(root)).read(0) == png(8)
+    if "{" not in name:
+        assert len(open_files(f"{server.url}/{{bare/0,odd/{name.removesuffix('.tar')}}}.tar")) == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["ftp://x/y.png", "file:///x/y.png", "S3://b/y.png", "hdfs://x/y.png", "gopher://y.png"]
+)
+def test_a_scheme_that_nothing_reads_is_refused_at_the_start(tmp_path, line):
+    """In a list, as a root of any kind and in a mixture."""
+    (tmp_path / "list.txt").write_text(f"a.png\n{line}\n")
+    (tmp_path / "a.png").write_bytes(png(1))
+    assert "line 2 of" in (said := raised_by(lambda: open_files(str(tmp_path / "list.txt")), UserError))
+    assert "nor one of s3://" in said
+    for words in (
+        ["--data.root", line],
+        ["--data.root", str(tmp_path), "--data.mixture", f"{line}=0.5,list.txt=0.5"],
+        ["--data.root", str(tmp_path), "--eval.root", line],
+        ["--data.root", str(tmp_path), "--eval.val_root", line],
+    ):
+        code, lines = command("train", "--data.source", "folder", *words)
+        assert code == 2 and "nor one of s3://" in lines[0], words
+
+
+@pytest.mark.parametrize("key", ["data.cache_gib", "data.remote_cache_gib"])
+@pytest.mark.parametrize("value", ["1e300", "inf", "nan", "-1", "1e7"])
+def test_sizes_that_no_machine_has_are_refused(key, value):
+    code, lines = command("train", f"--{key}", value)
+    assert code == 2 and key in lines[0]
