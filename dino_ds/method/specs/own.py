@@ -18,7 +18,7 @@ import functools
 import json
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -26,11 +26,8 @@ from dino_ds.basics.own_code import find_own
 from dino_ds.config.crops import GLOBAL, LOCAL
 from dino_ds.config.fields import parse_ramp
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.method.specs.base import TeacherSpec, TermSpec
+from dino_ds.method.specs.base import RecipeSections, TeacherSpec, TermSpec
 from dino_ds.method.specs.ema import EmaSpec
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
 
 TERMS, TEACHERS = "objective.terms", "teacher.others"
 
@@ -61,7 +58,7 @@ def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
     return problems
 
 
-def code_of(recipe: Recipe) -> list[tuple[str, str]]:
+def code_of(recipe: RecipeSections) -> list[tuple[str, str]]:
     """Each key of a recipe that names a class of the user's, with its MODULE:CLASS."""
     pairs = [("data.source", recipe.data.source), ("model.backbone", recipe.model.backbone)]
     for key, text in ((TERMS, recipe.objective.terms), (TEACHERS, recipe.teacher.others)):
