@@ -34,7 +34,7 @@ from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import ConfigError, unwritable
+from dino_ds.errors import unwritable
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
@@ -54,6 +54,7 @@ from dino_ds.run.metrics import RunLog
 from dino_ds.run.resume_checks import OtherImages, describe_images, describe_settings, notes_on_changes
 from dino_ds.run.run import Run, RunState
 from dino_ds.run.run_folder import RunFolder, write_description
+from dino_ds.run.same_start import check_same_start
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.run.train_options import TrainOptions
@@ -107,8 +108,8 @@ def _train(recipe: Recipe, request: _Request) -> None:
         init_distributed()
         with FolderLock(request.path, guards).held() as lock:
             with lock.starting():
-                _agree_on_folder(request.path)
                 options, ds, ds_path, overrides, *_ = request
+                check_same_start(request.path, recipe, ds)
                 with distributed.raise_on_all_ranks():
                     source = training_images(recipe.data, recipe.eval.val_share, holds_out_by_line(request.path))
                     recipe.check_count(len(source))
@@ -123,12 +124,6 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 )
                 Loop(run, saver, guards.beat, guards.stop).run(lambda: feed(run.state.position))
                 run.log.info(*closing_lines(run, folder.recipe.model))
-
-
-def _agree_on_folder(path: Path) -> None:
-    """Raises ConfigError, on all ranks, where they chose different run folders, as another run took one meanwhile."""
-    if len(folders := set(distributed.gather_objects(path.name))) > 1:  # a disk's path may differ by machine
-        raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 
 def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Request) -> tuple[RunFolder, list[str]]:
