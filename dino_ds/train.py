@@ -33,7 +33,7 @@ from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import ConfigError, unwritable
+from dino_ds.errors import unwritable
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
@@ -52,9 +52,10 @@ from dino_ds.run.metrics import RunLog
 from dino_ds.run.resume_checks import OtherImages, describe_images, describe_settings, notes_on_changes
 from dino_ds.run.run import AtStep, Run, RunState
 from dino_ds.run.run_folder import RunFolder, write_description
+from dino_ds.run.same_start import check_same_start
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
-from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
+from dino_ds.run.train_options import TrainOptions
 from dino_ds.weights.frozen import stated_images
 
 
@@ -108,8 +109,8 @@ def _train(recipe: Recipe, request: _Request) -> None:
         init_distributed()
         with FolderLock(request.path, guards).held() as lock:
             with lock.starting():
-                _agree_on_folder(request.path)
                 options, ds, ds_path, overrides, *_ = request
+                check_same_start(request.path, recipe, ds)
                 with distributed.raise_on_all_ranks():
                     source = training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
@@ -141,16 +142,8 @@ def _build_periodic_tasks(recipe: Recipe, source: Source, epoch_steps: int) -> t
     return evaluations, pictures
 
 
-def _agree_on_folder(path: Path) -> None:
-    """Raises ConfigError, on all ranks, where they chose different run folders, as another run took one meanwhile."""
-    if len(folders := set(distributed.gather_objects(path.name))) > 1:  # a disk's path may differ by machine
-        raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
-
-
-def _open_folder(
-    recipe: Recipe, source: Source, chosen: ChosenDsConfig, request: _Request
-) -> tuple[RunFolder, list[str]]:
-    """Open the run folder; returns it, its recipe now with the settings of its images, and notes for the log.
+def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Request) -> tuple[RunFolder, list[str]]:
+    """Open the run folder; returns it, its recipe now with data.value_range in numbers, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
     """

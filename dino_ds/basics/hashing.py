@@ -1,12 +1,16 @@
-"""Seeds and keys by splitmix64 (Steele, Lea, Flood 2014): neighboring numbers give unrelated ones."""
+"""Seeds and keys by splitmix64 (Steele, Lea, Flood 2014): neighboring numbers give unrelated ones. A digest of the
+package's code."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _SIGNED_GOLDEN, _SIGNED_MIX1, _SIGNED_MIX2 = (number - (1 << 64) for number in (_GOLDEN, _MIX1, _MIX2))
@@ -34,3 +38,13 @@ def mix(x: Tensor) -> Tensor:
 def shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64: torch's own keeps the sign, and it has none for unsigned numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hash_code() -> str:
+    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".yaml", ".json"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]

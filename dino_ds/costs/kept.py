@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 from pydantic import TypeAdapter
 
 from dino_ds.basics.durable import cache_folder, replacing
+from dino_ds.basics.hashing import hash_code
 from dino_ds.basics.text_file import MAX_JSON_BYTES, read_bytes
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
 """Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
@@ -71,16 +71,6 @@ def _write(path: Path, result: str) -> None:
 def _versions() -> list[str]:
     """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
     return [version("torch"), version("timm"), hash_code()]
-
-
-def hash_code() -> str:
-    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*")):
-        if path.suffix in (".py", ".yaml", ".json"):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
 
 
 def _digest(module: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.rehearsal import rehearsing
-from dino_ds.errors import ConfigError, UserError
+from dino_ds.errors import UserError
 
 _thread = threading.local()
 
@@ -139,45 +138,12 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except UserError as mine:
         error = mine
-    first = next((e for e in gather_objects(error) if e is not None), None)
+    errors = enumerate(gather_objects(error))
+    number, first = next(((number, error) for number, error in errors if error is not None), (0, None))
     if first is not None:
+        if first.said_by_me is None:
+            first.said_by_me = number == rank()
         raise first
-
-
-@contextmanager
-def naming_the_port() -> Iterator[None]:
-    """Wrap joining a process group. Raises ConfigError if another program uses rank 0's port."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        where = f"port {os.environ.get('MASTER_PORT')} of {socket.gethostname()}"
-        raise ConfigError(f"{where} is in use: give another --master_port") from error
-
-
-@contextmanager
-def agreed_world_size(timeout: timedelta) -> Iterator[None]:
-    """Wrap joining a process group. Raises ConfigError if ranks disagree on the world size: they would wait for ranks
-    that never come."""
-    mine, ranks = rank(), world_size()
-    if (ranks == 1 and mine == 0) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield  # torchrun has counted its ranks itself
-        return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # The server is shared with the process group's store: same port, same process.
-    store = dist.TCPStore(
-        address, port, None, is_master=mine == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
-    )
-    store.set(f"dino_ds/world_size/{mine}", str(ranks))
-    for other in range(1, ranks) if mine == 0 else [0]:
-        reported = int(store.get(f"dino_ds/world_size/{other}"))
-        if reported != ranks:
-            pair = sorted([(0, ranks), (other, reported)] if mine == 0 else [(0, reported), (mine, ranks)])
-            sizes = " and ".join(f"WORLD_SIZE {size} by rank {number}" for number, size in pair)
-            raise ConfigError(f"ranks disagree on how many they are: {sizes}; give all of them the same WORLD_SIZE")
-    yield
-    del store
 
 
 def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:

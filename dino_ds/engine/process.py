@@ -15,6 +15,7 @@ from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.engine.products import on_amd, take_onednn
 from dino_ds.engine.rank_variables import check_ranks
+from dino_ds.engine.rendezvous import rendezvous
 from dino_ds.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -58,7 +59,6 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
             del os.environ[name]
 
 
-@distributed.naming_the_port()
 def _join(timeout: timedelta) -> None:
     deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
@@ -69,8 +69,9 @@ def _join(timeout: timedelta) -> None:
         _keep_freed_memory()
         if on_amd():
             take_onednn()
-        with distributed.agreed_world_size(timeout):
-            deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+        with rendezvous(timeout) as connecting:
+            deepspeed.init_distributed("gloo", verbose=False, timeout=connecting)
+        distributed.set_timeouts(timeout.total_seconds())
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
@@ -82,7 +83,7 @@ def _join(timeout: timedelta) -> None:
         accelerator.set_device(local)
         if distributed.local_world_size() > 1:
             _share_cores()  # an offloaded optimizer steps on the host
-        with distributed.agreed_world_size(timeout):
+        with rendezvous(timeout):
             deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
 """Time for a rank to end by itself after another rank has failed."""
+_CONNECT_SECONDS = 2.0
 PEER_LOST = 6
 
 
@@ -142,12 +144,13 @@ class MonitorProcess:
 
     def _handle_hang(self) -> None:
         """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
-        seconds, heartbeat, behind = self._standstill.seconds, self._heartbeat(), list[Heartbeat | int]()
+        seconds, behind = self._standstill.seconds, list[Heartbeat | int]()
+        heartbeat = replace(self._heartbeat(), cut_off=_unreachable_first())
         stacks = self._write_stacks()
         if self._beat.listed:
             # Other monitors get here at about the same time: their newest heartbeats are needed.
             self._folder.heartbeats.publish(heartbeat)
-            time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
+            time.sleep(PUBLISH_SECONDS + _CONNECT_SECONDS + 2 * _TICK_SECONDS)
             behind = self._folder.heartbeats.behind(self._arguments.world_size)
         message = describe_hang(behind, heartbeat, seconds, stacks)
         if not self._standstill.moved():
@@ -195,6 +198,18 @@ class MonitorProcess:
             self._folder.heartbeats.publish(self._heartbeat())
         if arguments.rank == 0:
             self._folder.heartbeats.disk.run(self._folder.lock.release, None)
+
+
+def _unreachable_first() -> str:
+    """The address of rank 0's store if it does not answer, else ""."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not address or not port.isdecimal():
+        return ""
+    try:
+        socket.create_connection((address, int(port)), _CONNECT_SECONDS).close()
+    except OSError:
+        return f"{address}:{port}"
+    return ""
 
 
 def main() -> None:

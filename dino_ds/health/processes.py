@@ -129,14 +129,13 @@ def _started_launch(launch: psutil.Process) -> list[psutil.Process]:
 
 
 def _pdsh_of(launch: psutil.Process) -> Iterator[psutil.Process]:
-    """The pdsh and the `deepspeed` that started `launch` through ssh, if they are on this machine."""
+    """The pdsh that started `launch`, with its own parent and every ssh that it runs, if they are on this machine."""
     options = ("--world_info=", "--master_addr=", "--master_port=")
     marks = {word for word in launch.cmdline() if word.startswith(options)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.name() == "pdsh" and marks <= set(process.cmdline()):
-                yield process
-                yield from process.parents()[:1]
+                yield from (process, *process.parents()[:1], *process.children())
 
 
 class Standstill:

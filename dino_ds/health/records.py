@@ -25,7 +25,8 @@ class Heartbeat:
     """One rank as its monitor last saw it.
 
     `step`: optimizer steps done. `where`: the phase, or the part of the step. `moves`: see `Beat`. `stopped`: by
-    SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error.
+    SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error. `cut_off`: the address of rank 0 if
+    it did not answer when the rank was found to hang.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Heartbeat:
     seconds_since_progress: float
     stopped: bool = False
     ended: str = ""
+    cut_off: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,9 @@ class Heartbeats:
         return self.disk.run(read, None)
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
-        """The ranks that hold up the others: silent ones (as numbers if there is no heartbeat at all), else stopped
-        ones, else those with the fewest moves; [] if all are equally far or the disk does not answer."""
+        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers if there is no
+        heartbeat at all), else stopped ones, else those with the fewest moves; [] if all are equally far or the disk
+        does not answer."""
         return self.disk.run(lambda: self._behind(world_size), [])
 
     def _behind(self, world_size: int) -> list[Heartbeat | int]:
@@ -156,6 +159,8 @@ class Heartbeats:
                 times[rank] = self.path(rank).stat().st_mtime
         due = max(times.values(), default=0.0) - SILENT_SECONDS
         running = [beat for beat in by_rank.values() if not beat.ended]
+        if cut_off := [beat for beat in running if beat.cut_off]:
+            return [*cut_off]
         ended = by_rank.keys() - {beat.rank for beat in running}
         if silent := [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]:
             return [by_rank.get(rank, rank) for rank in silent]
@@ -168,6 +173,9 @@ class Heartbeats:
 
 def describe_hang(behind: Sequence[Heartbeat | int], mine: Heartbeat, seconds: float, stacks: Path) -> str:
     """A human-readable line: which ranks hold up the run, since when, and where they are."""
+    if lost := next((beat for beat in (mine, *behind) if isinstance(beat, Heartbeat) and beat.cut_off), None):
+        where = f"for {seconds:.0f} s (step {lost.step}, {lost.where})"
+        return f"{lost.host} does not reach {lost.cut_off}, where rank 0 is, {where}; stacks in {stacks}"
     names = [str(b if isinstance(b, int) else b.rank) for b in behind]
     who = f"rank{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
     at = mine if not behind or isinstance(behind[0], int) else behind[0]

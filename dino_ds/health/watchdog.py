@@ -143,7 +143,7 @@ class Failures:
         claimed = self._claim(error.exit_code, str(error))
         # The first to fail reports, even if rank 0 has removed the folder by now. Without a folder, rank 0 does.
         known = claimed or (claimed is False and self._heartbeats.first_failure() is not None)
-        if known and self._world_size > 1:
+        if known and self._world_size > 1 and error.said_by_me is None:
             error.said_by_me = claimed
 
     def stopped_early(self, why: str) -> None:

@@ -1,7 +1,6 @@
 """`dino-ds doctor --hostfile`: whether the machines of a hostfile can train together.
 
-`python -m dino_ds.planning.machines` examines the machine that it runs on: it reads a question and prints an answer,
-both as JSON, so that no part of the question passes through a remote shell.
+As a program it examines its machine: question and answer are JSON on its pipes, which no remote shell reads.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.hashing import hash_code
 from dino_ds.basics.text_file import read_text
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.data.root import check_root
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
-_ANSWER_SECONDS = 180
-"""Enough to import torch from a cold network disk."""
-_SAME_PACKAGES = ("python", "torch", "deepspeed", "dino_ds")
+_PACKAGES = ("python", "torch", "deepspeed", "dino_ds")
+_ANSWER_SECONDS = 180  # enough to import torch from a cold network disk
 _FORM = (
     "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "
     "ports and IPv6 addresses belong into ~/.ssh/config"
@@ -81,8 +80,8 @@ def look_at_machines(hosts: Mapping[str, int], files: list[str], images: list[st
 def _over_ssh(host: str) -> list[str]:
     """The command that examines a machine from here."""
     words = f"PYTHONPATH={shlex.quote(str(CHECKOUT))} {shlex.quote(sys.executable)} -m {__spec__.name}"
-    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--"]
-    return [*ssh, host, f"cd {shlex.quote(os.getcwd())} && {words}"]
+    there = f"cd {shlex.quote(os.getcwd())} && {words}"
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", host, there]
 
 
 def _ask(command: list[str], question: str) -> dict[str, Any] | str:
@@ -105,16 +104,15 @@ def _ask(command: list[str], question: str) -> dict[str, Any] | str:
 def judge_answers(
     hosts: Mapping[str, int], answers: Mapping[str, dict[str, Any] | str], run_dir: Path
 ) -> Iterator[Finding]:
-    """A finding for each problem of a machine, else one that it is ready; an answer is that of `examine`, or text that
-    says why there is none."""
+    """A finding for each problem of a machine, else one that it is ready; `answers`: of `examine`, or why none came."""
     heard = {host: answer for host, answer in answers.items() if isinstance(answer, dict)}
     on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu" and any(answer["gpus"] for answer in heard.values())
     first, expected = next(((host, answer["same"]) for host, answer in heard.items()), ("", {}))
     for host, slots in hosts.items():
-        problems = {}
-        if (silence := answers[host]) and isinstance(silence, str):
-            problems = dict([silence.split(": ", 1)])
-        elif answer := heard.get(host):
+        answer, problems = answers[host], dict[str, str]()
+        if isinstance(answer, str):
+            problems = dict([answer.split(": ", 1)])
+        else:
             for key in [key for key, value in expected.items() if answer["same"].get(key) != value]:
                 text = f"{key} is {answer['same'].get(key)}, and {expected[key]} on {first}"
                 problems[text] = "make it the same everywhere"
@@ -122,27 +120,22 @@ def judge_answers(
                 problems[f"does not see {run_dir} of this machine"] = "put --run_dir on a disk that all share"
             if answer["images"]:
                 problems[answer["images"]] = "mount the images there, at the same path"
-            if on_gpus and len(answer["gpus"]) < slots:
-                text = f"{len(answer['gpus'])} GPUs are found for {slots} slots"
-                problems[text] = "fix the hostfile, or ask nvidia-smi what the driver misses"
+            if on_gpus and (count := len(answer["gpus"])) < slots:
+                problems[f"{count} GPUs are found for {slots} slots"] = (
+                    "fix the hostfile, or ask nvidia-smi what the driver misses"
+                )
         yield from (judge("machines", f"{host}: {text}", cure, level=FAILURE) for text, cure in problems.items())
-        if not problems:
-            yield judge("machines", f"{host}: {slots} slots, GPUs: {', '.join(heard[host]['gpus']) or 'none'}")
+        if isinstance(answer, dict) and not problems:
+            yield judge("machines", f"{host}: {slots} slots, GPUs: {', '.join(answer['gpus']) or 'none'}")
 
 
 def examine(files: list[str], images: list[str], seen: str) -> dict[str, Any]:
-    """Examine this machine; paths are relative to the working folder. Imports torch.
-
-    files: configs to compare by content. images: values of data.root. seen: a file that must be visible.
-
-    Returns `same`, values that must be equal on all machines, by name; `gpus`, their names; `images`, why there are
-    none, or ""; `sees`, whether `seen` is visible.
-    """
-    from dino_ds.costs.kept import hash_code
+    """Examine this machine: `same`, values that must be equal on all machines, with the content of `files`; the names
+    of `gpus`; `images`, why these values of data.root have none, or ""; whether it `sees` the file `seen`."""
     from dino_ds.planning.measure.machine import find_gpus
     from dino_ds.run.environment import versions
 
-    same = {name: versions()[name] for name in _SAME_PACKAGES} | {f"the code in {CHECKOUT}": hash_code()}
+    same = {name: versions()[name] for name in _PACKAGES} | {f"the code in {CHECKOUT}": hash_code()}
     for path in files:
         try:
             same[path] = f"CRC {zlib.crc32(Path(path).read_bytes()):08x}"

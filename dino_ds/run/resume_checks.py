@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -151,12 +152,13 @@ def _check_same_images(source: Source) -> None:
     Such ranks would train on different data and wait for each other forever.
     """
     names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
-    counts = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
-    for other, images in enumerate(counts):
-        if images != counts[0]:
+    counts = distributed.gather_objects((len(source), zlib.crc32(names.encode()), socket.gethostname()))
+    for rank, (count, names_of_rank, host) in enumerate(counts):
+        if (count, names_of_rank) != counts[0][:2]:
             raise DataError(
-                f"rank 0 finds {counts[0][0]} images, rank {other} {images[0]}, not the same ones: "
-                "data.root must hold the same files on all machines"
+                f"rank 0 on {counts[0][2]} finds {counts[0][0]} images, rank {rank} on {host} {count}, other ones: "
+                "data.root must hold the same files on all machines",
+                said_by_me=distributed.rank() == 0,
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from pathlib import Path
 
@@ -168,7 +169,7 @@ def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str,
     with distributed.raise_on_all_ranks():
         if not _becomes_visible(path / "config.yaml"):
             raise ConfigError(
-                f"rank {distributed.rank()} does not see {path}, which rank 0 has made: "
+                f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
                 "put --run_dir on a disk that all machines share"
             )
 

@@ -59,8 +59,8 @@ def _rank(order: Order, rank: int) -> int:
         LOCAL_SIZE=str(order.world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(order.port),
-        **order.environment,
     )
+    os.environ.update(order.environment)
     os.chdir(order.folder)
     from dino_ds.cli.main import main
 

@@ -1,0 +1,155 @@
+"""Real launches of which a rank is killed, by the scripts of launch/ and by torchrun on two hosts: the run goes on from
+its last checkpoint, and learns to the last bit what a run learns that nobody disturbs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from dino_ds.basics.ports import find_free_port
+from tests.launching.cluster import REPOSITORY, environment
+from tests.launching.hosts import two_hosts
+from tests.ranks import run_on_ranks
+from tests.run.harness import TINY, image_folder, losses_of, train_tiny
+
+pytestmark = pytest.mark.slow
+CHANGES = {"length": "60 steps", "save_every": "5 steps"}
+DS = "zero2_fp32.json"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run without a fault, by the number of its ranks."""
+    folder = tmp_path_factory.mktemp("straight")
+    images, runs = image_folder(folder / "images"), {}
+
+    def of(ranks: int) -> Path:
+        if ranks not in runs:
+            runs[ranks] = folder / f"run{ranks}"
+            run_on_ranks(train_tiny, images, runs[ranks], DS, changes=CHANGES, world=ranks)
+        return runs[ranks]
+
+    return of
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose scripts a user has edited; images and a recipe beside it."""
+    image_folder(tmp_path / "images")
+    sections: dict[str, dict[str, str]] = {}
+    for name, value in {**TINY, **CHANGES}.items():
+        section, _, key = name.rpartition(".")
+        (sections.setdefault(section, {}) if section else sections)[key or name] = value
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sections))
+    edits = {"HOSTFILE": "hostfile", "DATA": "images", "RECIPE": "tiny.yaml", "RUN": "run", "GPUS": "2"}
+    edits |= {"DS_CONFIG": f"ds_configs/{DS}"}
+    (tmp_path / "launch").mkdir()
+    for script in (REPOSITORY / "launch").glob("*.sh"):
+        lines = [re.sub(r"^([A-Z_]+)=\S*", _edited(edits), line) for line in script.read_text().splitlines(True)]
+        (tmp_path / "launch" / script.name).write_text("".join(lines))
+    for name in ("dino_ds", "ds_configs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+def _edited(edits):
+    return lambda found: f"{found[1]}={edits[found[1]]}" if found[1] in edits else found[0]
+
+
+def _kill_a_rank(run: Path, processes: list[subprocess.Popen], rank: int) -> None:
+    end, metrics = time.monotonic() + 500, run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count('"loss"') >= 12):
+        assert all(process.poll() is None for process in processes) and time.monotonic() < end
+        time.sleep(0.1)
+    os.kill(json.loads((run / f"heartbeats/rank_{rank:05d}.json").read_text())["pid"], signal.SIGKILL)
+
+
+def _equal(run: Path, other: Path) -> None:
+    assert losses_of(run) == losses_of(other)
+    ours, theirs = (load_file(where / "teacher.safetensors") for where in (run, other))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "restarts"),
+    [
+        ("torchrun.sh", 2, True),
+        pytest.param("one_node.sh", 2, False, marks=pytest.mark.full),
+        pytest.param("one_gpu.sh", 1, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_script_of_one_machine_goes_on_after_a_rank_is_killed(script, ranks, restarts, checkout, straight):
+    """By itself, or when it is started again."""
+
+    def start() -> subprocess.Popen:
+        command, told = ["sh", checkout / "launch" / script], environment()
+        if script != "torchrun.sh":
+            command += ["--ds_config", f"ds_configs/{DS}"] * (script == "one_gpu.sh")
+        return subprocess.Popen(command, env=told, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    with (checkout / "output").open("w") as output:
+        job = start()
+        try:
+            _kill_a_rank(checkout / "run", [job], ranks - 1)
+            code = job.wait(300)
+            if not restarts:
+                assert code not in (0, None)
+                job = start()
+                code = job.wait(300)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    assert code == 0, (checkout / "output").read_text()
+    assert f"rank {ranks - 1} died" in (checkout / "output").read_text()
+    _equal(checkout / "run", straight(ranks))
+
+
+def _torchrun(hosts, folder: Path, *how: object) -> list[subprocess.Popen]:
+    words = ["--data.root", folder / "images", "--config", folder / "tiny.yaml", "--run_dir", folder / "run"]
+    words += ["--ds_config", REPOSITORY / "ds_configs" / DS, "--resume", "auto"]
+    started = []
+    for number, host in enumerate(hosts):
+        command = ["torchrun", "--nnodes", 2, "--nproc_per_node", 1, *how, "--node_rank", number]
+        started.append(host.start([*command, REPOSITORY / "dino_ds/train.py", *words], folder / "output"))
+    return started
+
+
+@pytest.mark.parametrize("way", ["hostfile.sh", "c10d", pytest.param("static", marks=pytest.mark.full)])
+def test_two_hosts_go_on_after_a_rank_of_one_is_killed(way, checkout, straight):
+    """hostfile.sh, after the doctor's checks, ends on both hosts and goes on when it is started again, as torchrun's
+    static rendezvous; that by c10d starts the ranks of both again."""
+
+    def start(near, far):
+        if way == "hostfile.sh":
+            return [near.start(["sh", checkout / "launch/hostfile.sh"], checkout / "output")]
+        if way == "static":
+            return _torchrun((near, far), checkout, "--master_addr", near.address, "--master_port", port)
+        endpoint = f"{near.address}:{port}"
+        rendezvous = ("--rdzv_backend", "c10d", "--rdzv_id", "a", "--rdzv_endpoint", endpoint)
+        return _torchrun((near, far), checkout, *rendezvous, "--max_restarts", 1)
+
+    port = find_free_port()
+    with two_hosts(checkout) as hosts:
+        started = start(*hosts)
+        try:
+            _kill_a_rank(checkout / "run", started, 1)
+            codes = [process.wait(300) for process in started]
+            if way != "c10d":
+                assert 0 not in codes and not any(host.processes("train.py") for host in hosts)
+                codes = [process.wait(300) for process in start(*hosts)]
+        finally:
+            print((checkout / "output").read_text()[-5000:])
+    output = (checkout / "output").read_text()
+    assert set(codes) == {0} and output.count("error: rank 1 died") == 1
+    assert way != "hostfile.sh" or "hb: 1 slots, GPUs: none" in output
+    _equal(checkout / "run", straight(2))

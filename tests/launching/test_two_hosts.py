@@ -1,0 +1,181 @@
+"""Ranks on two hosts with networks and mounts of their own: they learn as on one host, and end together."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dino_ds
+from tests.faults import inject, jobs
+from tests.faults.inject import SLOW, at_call, at_once, at_step, in_save
+from tests.launching.hosts import OnHosts, two_hosts
+from tests.ranks import run_on_ranks
+from tests.run.harness import REPOSITORY, image_folder, losses_of, train_tiny
+
+pytestmark = pytest.mark.slow
+SAVES = {"save_every": "3 steps", "save_in_background": "false"}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture
+def start(hosts, images, tmp_path):
+    """Starts a rank on each host, as srun does, in tmp_path/run."""
+
+    def start(fault=None, root=images, environment=(), **more):
+        near, far = hosts
+        told = {"MASTER_ADDR": near.address, **dict(environment)}
+        place = OnHosts((near.holder.pid, far.holder.pid), fault)
+        return jobs.start(tmp_path / "run", root, fault=place, environment=told, **more)
+
+    return start
+
+
+@pytest.fixture
+def mount(hosts):
+    """Mounts on the far host alone, until the test ends."""
+    mounted = []
+
+    def mount(source, target):
+        hosts[1].run("mount", *(("-t", "tmpfs", "tmpfs") if source is None else ("--bind", source)), target)
+        mounted.append(target)
+
+    yield mount
+    for target in mounted:
+        hosts[1].run("umount", target)
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 3))])
+def test_two_hosts_learn_what_two_ranks_of_one_host_learn(stage, start, images, tmp_path):
+    ds = f"zero{stage}_fp32.json"
+    start(ds=ds).finish()
+    assert run_on_ranks(train_tiny, images, tmp_path / "straight", ds) == [None, None]
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "straight")
+    ours, theirs = (load_file(tmp_path / name / "teacher.safetensors") for name in ("run", "straight"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+IN_START = "dino_ds.run.run_folder:RunFolder.agree"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("fault", "codes", "says"),
+    [
+        (at_call(IN_START, 1, (1,), inject.kill), (6, -9), "rank 1 died"),
+        (at_call(IN_START, 1, (0,), inject.kill), (-9, 6), "rank 0 died"),
+        (at_step(8, (1,), inject.kill), (6, -9), "rank 1 died"),
+        (at_step(8, (0,), inject.kill), (-9, 6), "rank 0 died"),
+        (in_save(6, (1,), inject.kill), (6, -9), "rank 1 died"),
+        (at_step(8, (1,), inject.fail), (1, 1), "planted by a test"),
+        (in_save(6, (1,), inject.no_space, times=1000), (5, 5), "3 saves in a row have failed"),
+    ],
+    ids=["far in start", "near in start", "far", "near", "far while saving", "far raises", "disk full on far"],
+)
+def test_no_rank_waits_for_a_dead_one(fault, codes, says, start):
+    outcome = start(fault, changes=SAVES | {"save_every": "1 steps" if codes == (5, 5) else "3 steps"}).wait()
+    assert tuple(outcome.codes) == codes, outcome.text
+    assert sum(says in line for line in outcome.errors) == len(outcome.errors) == 1, outcome.text
+    assert outcome.orphans == []
+
+
+def test_a_rank_that_does_not_come_is_named(start):
+    job = start(at_once((1,), inject.kill))
+    job.wait_for(lambda: "ha: rank 1 of 2 did not come within" in job.text(0), 200)
+    job.signal(0, 15)
+    assert job.wait().codes == [75, -9]
+
+
+def test_a_pulled_cable_ends_the_run_and_names_the_host(start, hosts, tmp_path):
+    job = start(SLOW, changes={"hang_seconds": "15"})
+    try:
+        job.wait_for_steps(tmp_path / "run", 4)
+        hosts[0].cable("down")
+        job.go_on()
+        outcome = job.wait()
+    finally:
+        hosts[0].cable("up")
+    assert outcome.codes == [6, 6] and "hb does not reach 10.9.0.1:" in outcome.text, outcome.text
+    assert len(outcome.errors) == 1, outcome.text
+
+
+@pytest.mark.faults
+def test_training_goes_on_when_the_cable_is_back(start, hosts, tmp_path):
+    job = start(SLOW, changes={"hang_seconds": "120"})
+    try:
+        job.wait_for_steps(tmp_path / "run", 4)
+        hosts[0].cable("down")
+        job.go_on()
+        time.sleep(20)
+    finally:
+        hosts[0].cable("up")
+    job.finish()
+
+
+def test_hosts_that_can_not_connect_say_which_variables_name_the_interface(start):
+    outcome = start(environment={"GLOO_SOCKET_IFNAME": "lo"}).wait()
+    assert outcome.codes == [2, 2] and outcome.orphans == [], outcome.text
+    for text in outcome.output:
+        (line,) = [line for line in text.splitlines() if "error: " in line]
+        assert "GLOO_SOCKET_IFNAME=eth0" in line and "NCCL_SOCKET_IFNAME" in line
+
+
+TORCH = Path(str(distribution("torch")._path)) / "METADATA"
+CODE = Path(dino_ds.__file__).parent / "recipes/cifar10.yaml"
+DS = REPOSITORY / "ds_configs/zero1_fp32.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        (TORCH, "\nVersion: ", "\nVersion: 1", "torch is 1"),
+        (CODE, "\n", "\n# other\n", "the code of dino_ds is "),
+        (DS, '"gradient_clipping": ', '"gradient_clipping": 7', "ds.gradient_clipping is 7"),
+        (None, "0.02", "0.03", "optimizer.lr is 0.03"),
+    ],
+    ids=["torch", "code", "ds", "recipe"],
+)
+def test_what_differs_on_a_host_is_refused_at_the_start(file, old, new, says, start, mount, tmp_path):
+    if file is None:
+        file = tmp_path / "recipe.yaml"
+        file.write_text("optimizer: {lr: 0.02}\n")
+    (tmp_path / "other").write_text(file.read_text().replace(old, new, 1))
+    mount(tmp_path / "other", file)
+    flags = ("--config", str(tmp_path / "recipe.yaml")) if file.name == "recipe.yaml" else ()
+    outcome = start(flags=flags, without=("optimizer.lr",) if flags else ()).wait()
+    assert outcome.codes == [2, 2], outcome.text
+    (line,) = outcome.errors
+    assert f"{says}" in line and "for rank 1 on hb, and " in line and "for rank 0 on ha: make it the same" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_images_on_a_host_are_refused_at_the_start(start, mount, images, tmp_path):
+    shutil.copytree(images, tmp_path / "other")
+    (tmp_path / "other/000.png").unlink()
+    mount(tmp_path / "other", images)
+    outcome = start().wait()
+    assert outcome.codes == [2, 2] and "rank 0 on ha finds 20 images, rank 1 on hb 19, other ones" in outcome.text
+
+
+@pytest.mark.faults
+def test_a_run_folder_that_a_host_does_not_share_is_refused_at_the_start(start, mount, tmp_path):
+    (tmp_path / "run").mkdir()
+    mount(None, tmp_path / "run")
+    outcome = start().wait()
+    assert outcome.codes == [2, 2], outcome.text
+    assert "rank 1 on hb does not see" in outcome.text and "on a disk that all machines share" in outcome.text
