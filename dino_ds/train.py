@@ -55,7 +55,7 @@ from dino_ds.run.run_folder import RunFolder, write_description
 from dino_ds.run.same_start import check_same_start
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
-from dino_ds.run.train_options import TrainOptions
+from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 from dino_ds.weights.frozen import stated_images
 
 
@@ -142,8 +142,10 @@ def _build_periodic_tasks(recipe: Recipe, source: Source, epoch_steps: int) -> t
     return evaluations, pictures
 
 
-def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Request) -> tuple[RunFolder, list[str]]:
-    """Open the run folder; returns it, its recipe now with data.value_range in numbers, and notes for the log.
+def _open_folder(
+    recipe: Recipe, source: Source, chosen: ChosenDsConfig, request: _Request
+) -> tuple[RunFolder, list[str]]:
+    """Open the run folder; returns it, its recipe now with the settings of its images, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
     """
