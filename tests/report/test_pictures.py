@@ -108,5 +108,5 @@ def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
     """As --out=~/pictures comes: the shell leaves it as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    PictureFiles("a.safetensors", "~/pictures").add("empty", np.zeros((1, 1, 3), dtype=np.uint8))
+    PictureFiles("a.safetensors", "~/pictures", ()).add("empty", np.zeros((1, 1, 3), dtype=np.uint8))
     assert [path.name for path in tmp_path.rglob("*.png")] == ["empty.png"] and not (tmp_path / "~").exists()
