@@ -53,7 +53,7 @@ def place(tmp_path_factory):
 
 
 def _flags(said: str) -> dict[str, str]:
-    return dict(re.findall(r"--(\S+) (\S+)", said))
+    return dict(re.findall(r"--(\S+) ([^\s;]+)", said))
 
 
 def test_a_recipe_for_other_channels_is_told_theirs(place, tmp_path):
