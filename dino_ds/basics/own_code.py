@@ -47,6 +47,11 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     return member
 
 
+def is_own(part: object) -> bool:
+    """Whether the class of an object is not dino_ds's."""
+    return type(part).__module__.partition(".")[0] != "dino_ds"
+
+
 def by_name(path: str) -> Any:
     """Import an object MODULE:NAME of dino_ds that not every run needs."""
     module, _, name = path.partition(":")
