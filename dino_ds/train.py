@@ -30,7 +30,7 @@ from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_image_settings
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.sources import training_images
+from dino_ds.data.sources import draws_of_its_own, training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import unwritable
@@ -159,7 +159,7 @@ def _open_folder(
     stated = functools.partial(stated_images, recipe)
     folder.recipe, settings = with_image_settings(recipe, source, folder.earlier_recipe, stated)
     folder.agree()
-    notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source)]
+    notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source), *draws_of_its_own(source)]
     return folder, [*dict.fromkeys(said), *config.notes, *notes, *settings]
 
 
@@ -217,6 +217,8 @@ def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> lis
     notes = []
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
+        if recipe.outlasting_start:
+            notes.append("BatchNorm keeps the statistics of the start (teacher.batch_norm frozen)")
     elif begin.resumed is None and begin.previous is None:
         notes += [note for teacher in teachers_of(recipe) for note in teacher.notes(recipe)]
     return [*notes, *describe_distillation(step.teachers, recipe)]

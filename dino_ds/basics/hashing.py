@@ -4,10 +4,12 @@ package's code."""
 from __future__ import annotations
 
 import hashlib
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,6 +27,18 @@ def crop_seed(seed: int, epoch: int, index: int) -> int:
         value = ((value ^ (value >> 27)) * _MIX2) & _MASK
         value ^= value >> 31
     return value
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the global generators of Python, NumPy, torch on the CPU, and torch on `device`, with 64 bits."""
+    import numpy as np
+    import torch
+
+    random.seed(int(seed))
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack where no GPU is used yet
+    if device is not None and device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -79,6 +79,11 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     return member
 
 
+def is_own(part: object) -> bool:
+    """Whether the class of an object is not dino_ds's."""
+    return type(part).__module__.partition(".")[0] != "dino_ds"
+
+
 def default_dtype() -> Any:
     """torch's default dtype, or None as long as torch is not imported."""
     torch = sys.modules.get("torch")

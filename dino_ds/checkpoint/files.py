@@ -29,6 +29,7 @@ from dino_ds.errors import is_out_of_memory, one_line
 
 _PIECE_BYTES = 16 * 2**20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+_DTYPES |= {torch.float64: "F64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True)

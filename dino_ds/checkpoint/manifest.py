@@ -146,6 +146,12 @@ class SavedCheckpoint:
                     raise CheckpointError(f"{self.folder / name}: {error}") from None
         return tensors
 
+    def of_rank(self, rank: int, prefix: str) -> dict[str, Tensor]:
+        """Tensors of a rank's file whose names begin with `prefix`, without it; of more ranks than saved, in turn."""
+        file = self._file(rank_file(rank % self.manifest.world_size))
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+
     def _file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = safetensors.safe_open(self.folder / name, framework="pt")

@@ -34,7 +34,7 @@ def as_it_was() -> Iterator[None]:
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """Also restore torch's settings and random generators, and leave a process group that was joined meanwhile.
+    """Also restore torch's settings and all random generators, and leave a process group that was joined meanwhile.
 
     Inside, gradients, autocast and the default dtype are as in the process of a command.
     """
@@ -43,6 +43,7 @@ def torch_as_it_was() -> Iterator[None]:
 
     from dino_ds.engine.device import release_memory
     from dino_ds.engine.process import leave
+    from dino_ds.evals.features import keep_generators
 
     cuda, joined, threads = torch.cuda.is_initialized(), dist.is_initialized(), torch.get_num_threads()
     dtype, tf32 = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32
@@ -51,7 +52,7 @@ def torch_as_it_was() -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()  # a run's peak begins at the memory in use, not the last peak
     with (
         as_it_was(),
-        torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else ()),
+        keep_generators(*(torch.device("cuda", i) for i in range(torch.cuda.device_count() if cuda else 0))),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),

@@ -111,6 +111,21 @@ class Recipe(Section):
         return self.optimizer.lr * scale
 
     @property
+    def batch_norm(self) -> str:
+        """teacher.batch_norm, decided where it is "auto": the statistics of weights that a run starts from stay."""
+        if self.teacher.batch_norm != "auto":
+            return self.teacher.batch_norm
+        if self.model.init_from is not None or self.stage_start == "restart":
+            return "frozen"
+        return "reference" if self.teacher.taught_by == EMA else "ema"
+
+    @property
+    def outlasting_start(self) -> dict[str, str]:
+        """The settings that follow from how a run began, and that hold when it goes on without naming its start."""
+        frozen = self.batch_norm == "frozen" and self.model.spec().has_batch_norm
+        return {"teacher.batch_norm": "frozen"} if frozen else {}
+
+    @property
     def resolutions(self) -> tuple[Resolution, ...]:
         """The crop sizes of optimizer steps, and how often each is used; a single one without crops.resolutions."""
         crops = self.crops

@@ -77,7 +77,8 @@ class Given:
 
     def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
         """Change a run's `recipe` by the given one; `forget`: without the settings that say how that run began."""
-        return change_recipe(change_recipe(recipe, _OF_A_RUN) if forget else recipe, self.overrides, self.config)
+        recipe = change_recipe(recipe, _OF_A_RUN | recipe.outlasting_start) if forget else recipe
+        return change_recipe(recipe, self.overrides, self.config)
 
     def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:
         """Rebase the `recipe` of a stage that began at `step`: lengths that are set here count from `step`, and those

@@ -37,8 +37,9 @@ class TeacherSection(Section):
     )
     momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
     momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
-    batch_norm: Literal["reference", "ema", "frozen"] = option(
-        "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
+    batch_norm: Literal["auto", "reference", "ema", "frozen"] = option(
+        "auto",
+        "teacher's BatchNorm: by its batch (reference: DINO), the student's averages (ema), the start's (frozen)",
     )
     others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
 

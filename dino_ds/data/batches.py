@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from dino_ds.basics.hashing import crop_seed
+from dino_ds.basics.hashing import crop_seed, seed_generators
+from dino_ds.basics.own_code import is_own
 from dino_ds.config.crops import Masks
 from dino_ds.data.base import Joined, Source, UnreadableImage, is_elsewhere, prepare_images
 from dino_ds.data.cutting import cut_crops
@@ -32,6 +33,8 @@ _Opened = EncodedImage | DecodedImage | CachedImage
 _CPU = torch.device("cpu")
 _PATIENCE_SHARE = 0.8
 """Share of `LoaderOptions.patience` within which a remote image must arrive."""
+_DRAWS = -4
+"""Reserved negative image index that seeds the global generators, from which a user's source may draw."""
 _MAX_TRIES = 100
 """Unreadable images in a row after which DataError is raised."""
 
@@ -136,7 +139,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
-        self._elsewhere = is_elsewhere(source)
+        self._elsewhere, self._draws = is_elsewhere(source), is_own(getattr(source, "whole", source))
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
@@ -202,6 +205,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             # Not the next image: broken files often lie side by side.
             again = crop_seed(seed, epoch, index + attempt * images)
             actual = another(index % images, again) if attempt else index % images
+            if self._draws:
+                seed_generators(crop_seed(again, 0, _DRAWS))
             try:
                 image = self._open(actual)
                 crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index), outputs)

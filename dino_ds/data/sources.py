@@ -7,12 +7,14 @@ import hashlib
 import inspect
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
 
+from dino_ds.basics.hashing import seed_generators
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.own_code import find_own
+from dino_ds.basics.own_code import find_own, is_own
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
@@ -123,6 +125,27 @@ def _build_own(path: str, root: str | None) -> Any:
             "connections in load, not in __init__"
         ) from error
     return source
+
+
+_READ_TWICE = 8
+
+
+def draws_of_its_own(source: Source) -> list[str]:
+    """A line if a user's class gives other images when it reads the first ones again with the same seeds: its random
+    numbers can't be drawn again. Images that can't be read are left to training."""
+    if not is_own(getattr(source, "whole", source)):
+        return []
+    read, readings = getattr(source, "read", source.load), list[list[bytes]]()
+    with suppress(Exception):  # of any kind: the class is a user's
+        for _ in range(2):
+            seed_generators(0)
+            readings.append([np.asarray(read(index)).tobytes() for index in range(min(_READ_TWICE, len(source)))])
+    if len(readings) < 2 or readings[0] == readings[1]:
+        return []
+    return [
+        "a resume can't be exact: data.source gives other images when it reads them again: let it draw from "
+        "random, numpy.random or torch, which are seeded for each image, not from a generator of its own"
+    ]
 
 
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")

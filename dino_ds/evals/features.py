@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from dino_ds.basics.hashing import seed_generators
+from dino_ds.basics.own_code import is_own
 from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange
@@ -171,12 +173,12 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 
 @contextmanager
-def keep_generators(device: torch.device) -> Iterator[None]:
-    """Restore the random-number generators on exit: a loader draws seeds for its workers, which must not change
-    training."""
+def keep_generators(*devices: torch.device) -> Iterator[None]:
+    """Restore the random-number generators on exit, also those of GPUs among `devices`: a loader draws seeds for its
+    workers, which must not change training."""
     others = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
             yield
     finally:
         random.setstate(others[0])
@@ -185,7 +187,7 @@ def keep_generators(device: torch.device) -> Iterator[None]:
 
 class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
-        self._source, self._indices = source, indices
+        self._source, self._indices, self._draws = source, indices, is_own(getattr(source, "whole", source))
         self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
         labels = source.labels
         self._labels = [-1 if labels is None else labels[index] for index in indices]  # workers get only these
@@ -195,6 +197,8 @@ class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
 
     def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
         """The image, its index `i` and its label, or a text that names an unreadable image."""
+        if self._draws:  # a user's source may draw: the same for an image in each evaluation
+            seed_generators(self._indices[i])
         try:
             return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
         except UnreadableImage as error:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from dino_ds.basics.hashing import crop_seed, seed_generators
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
@@ -119,6 +120,7 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
     for spec in own_terms(recipe.objective.terms):  # dino_ds's terms are checked with the recipe
         if problems := spec.problems(recipe):
             raise ConfigError("\n".join(f"loss term {spec.name}: {problem}" for problem in problems))
+    seed_generators(crop_seed(recipe.seed, 0, -1))  # a user's term may draw while it is built
     terms = {spec.name: build_term(spec, parts) for spec in terms_of(recipe)}
     check_names(terms)
     objective = Objective(terms)

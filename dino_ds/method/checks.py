@@ -94,7 +94,7 @@ def _check_batch_norm(recipe: Recipe, network: Network) -> None:
             "never move: set it ema"
         )
     if not batch_norms(network):
-        if teacher != "reference":
+        if teacher not in ("auto", "reference"):
             raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
         if not model.sync_batch_norm:
             raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")

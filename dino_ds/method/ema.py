@@ -44,7 +44,8 @@ class TeacherOptions:
 
     `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its crops
     (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
-    that the student began with. Evaluations and exports use the running averages.
+    that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports use the
+    running averages.
     """
 
     dtype: torch.dtype = torch.float32
@@ -88,7 +89,7 @@ class EmaTeacher(Teacher):
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
         self._student_buffers, self._own_buffers = buffers, dict(network.named_buffers())
         assert buffers().keys() == self._own_buffers.keys(), "each buffer must have the student's"
-        statistics = {id(buffer) for norm in batch_norms(network) for buffer in norm.buffers()}
+        statistics = {id(buffer) for norm in batch_norms(network) if not norm.frozen for buffer in norm.buffers()}
         self._statistics = {name: b for name, b in self._own_buffers.items() if id(b) in statistics}
         self._rule, self._name = options.batch_norm, options.name
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -128,7 +129,7 @@ class EmaTeacher(Teacher):
                 tensor.lerp_(student[name].to(tensor.dtype), 1.0 - momentum)
             else:
                 tensor.copy_(student[name])
-        if self._rule == "ema" and self._statistics:
+        if self._rule != "reference" and self._statistics:
             self._move_statistics({name: student[name] for name in self._statistics}, 1.0 - momentum)
 
     @torch.no_grad()
@@ -281,7 +282,7 @@ def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
         DTYPES[config.precision],
         keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights) and sees_crops,
         compiled=config.performance.compile,
-        batch_norm=recipe.teacher.batch_norm,
+        batch_norm=recipe.batch_norm,
         name=spec.name,
     )
     return EmaTeacher(network, engine.masters(), options, engine.buffers)

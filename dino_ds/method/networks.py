@@ -15,6 +15,7 @@ from dino_ds.config.sections import HeadSection, OptimizerSection
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import heads_of
+from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.build import build_backbone
 from dino_ds.models.fused import fuse_as_in_training
 from dino_ds.models.head import DinoHead, RegressionHead
@@ -44,6 +45,8 @@ def build_meta(
     options = BackboneOptions(mask_token=recipe.hides_patches, **of_model, **speed_options(performance))
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
+        for norm in batch_norms(backbone) if recipe.batch_norm == "frozen" else ():
+            norm.frozen = True
         keep_trained(backbone, model.trained)
         width, synced = backbone.spec.width, model.sync_batch_norm
         heads: dict[str, nn.Module] = {

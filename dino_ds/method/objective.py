@@ -14,6 +14,7 @@ from torch import Tensor
 from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
+from dino_ds.method.own_state import OwnStates, load_state, state_of
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.network import Output, Query
 
@@ -143,6 +144,14 @@ class Term(ABC):
     def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
         """The loss of one micro-batch."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the term keeps from step to step, besides `statistics`, by name; saved for each rank."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave, after a resume or a skipped step."""
+        load_state(self, state)
+
 
 class Objective:
     """The weighted sum of named terms, and the running statistics of all of them.
@@ -153,6 +162,7 @@ class Objective:
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
         self.terms = dict(terms)
+        self.own = OwnStates(terms)
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dino_ds.basics.hashing import crop_seed, seed_generators
 from dino_ds.basics.ranges import named_range
 from dino_ds.config.crops import CropGroup, Masks, student_masks
-from dino_ds.engine.distributed import RankFlags, sum_across_ranks, world_size
+from dino_ds.engine.distributed import RankFlags, rank, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.engine.schedules import Schedules, ScheduleValues
@@ -28,6 +29,8 @@ from dino_ds.models.fused import uncompiled
 
 FLAGS = ("stop", "saved", "save_failed")
 """Flags that ranks send each other with every step; see `dino_ds.engine.distributed.RankFlags`."""
+_SCHEDULE, _TARGETS, _LOSS, _UPDATE = range(-5, -9, -1)
+"""The parts of a step that draw random numbers independently of each other."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,10 @@ class TrainingStep:
         self._groups = groups
         self._student_groups = [group.name for group in groups if group.student]
         self.applied_steps = 0
+        self._micro_batches = 0
         self._targets: list[dict[str, Any]] = []
         self._buffers: list[Tensor] = []
+        self._own_states: dict[str, Tensor] = {}
         self.flags = RankFlags(FLAGS, engine.device)
         self._begin_step()
 
@@ -86,6 +91,7 @@ class TrainingStep:
     def prepare(self, window: Sequence[Inputs]) -> None:
         """Make the targets of the next micro-batches; call it at the beginning of a step if `window` is more than 1."""
         assert len(window) == self.window and not self._targets
+        self._seed_draws(_TARGETS, rank())
         with named_range("teacher"):
             outputs = [self.teachers(inputs.crops, inputs.masks, self.schedule) for inputs in window]
         with named_range("targets"):
@@ -100,6 +106,8 @@ class TrainingStep:
         if not self._targets:
             self.prepare([inputs])
         targets = self._targets.pop(0)
+        self._seed_draws(_LOSS, rank())
+        self._micro_batches += 1
         with named_range("student"):
             seen = {name: crops[name] for name in self._student_groups}
             hidden = student_masks(self._groups, masks)
@@ -117,6 +125,7 @@ class TrainingStep:
         elif progress is Progress.SKIPPED:
             self.objective.drop()
             self._restore_buffers()
+            self._micro_batches = 0
         return MicroStep(loss.detach(), scalars, progress, schedule)
 
     def _finish_step(self) -> None:
@@ -130,6 +139,7 @@ class TrainingStep:
             if buffers:
                 _copy(buffers, (means / world_size()).split([tensor.numel() for tensor in buffers]))
         with named_range("ema"):
+            self._seed_draws(_UPDATE)
             self.teachers.update(self.schedule)
         self.applied_steps += 1
         self._begin_step()
@@ -156,8 +166,14 @@ class TrainingStep:
         return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
 
     def _restore_buffers(self) -> None:
-        """Restore the buffers that forward passes have changed: a skipped step must change nothing."""
+        """Restore the buffers and users' terms that forward passes have changed: a skipped step must change nothing."""
         _copy(self._moving_buffers(), self._buffers)
+        self.objective.own.load(self._own_states)
+
+    def _seed_draws(self, part: int, of_rank: int = -1) -> None:
+        """Seed the global generators, from which users' terms and teachers may draw."""
+        place = crop_seed(self.applied_steps, self._micro_batches, of_rank)
+        seed_generators(crop_seed(self._seed, place, part), self.engine.device)
 
     def state(self) -> dict[str, Tensor]:
         """The part of the training state that is whole on every rank, by reference; the engine saves its own shards."""
@@ -177,6 +193,8 @@ class TrainingStep:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._micro_batches = 0
+        self._seed_draws(_SCHEDULE)
         schedule = self.schedule = self.schedules.at(self.applied_steps)
         self.teachers.begin_step(schedule)
         self._step_key = step_key(self._seed, self.applied_steps)
@@ -185,6 +203,7 @@ class TrainingStep:
             self._buffers = [buffer.clone() for buffer in buffers]
         else:
             _copy(self._buffers, buffers)
+        self._own_states = self.objective.own.copy()
         self.engine.set_groups(group_settings(schedule))
         self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)

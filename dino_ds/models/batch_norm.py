@@ -39,10 +39,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's BatchNorm for any number of dimensions; x (b, c, ...) -> the same shape and dtype.
 
     `synced`: statistics are over all ranks. Otherwise each rank normalizes by its own; running averages then differ
-    between ranks until a step is applied, which averages them over the ranks.
+    between ranks until a step is applied, which averages them over the ranks. `frozen`: it normalizes by its running
+    averages in training too, and they never change.
     """
 
     synced = False
+    frozen = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalized(x)
@@ -53,7 +55,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
         mean, var = self.running_mean, self.running_var
-        if not self.training and mean is not None:
+        if mean is not None and (self.frozen or not self.training):
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
         ranks = distributed.world_size() if self.synced and self.training else 1  # a rank may evaluate alone
         if x.numel() == x.shape[1] and ranks == 1:
@@ -222,5 +224,5 @@ def unsynced_statistics(network: nn.Module) -> list[Tensor]:
     """FP32 running averages that each rank computes over its own batch alone; none with a single rank."""
     if distributed.world_size() == 1:
         return []
-    unsynced = [norm for norm in batch_norms(network) if not norm.synced and norm.running_mean is not None]
+    unsynced = [n for n in batch_norms(network) if not (n.synced or n.frozen) and n.running_mean is not None]
     return [tensor for norm in unsynced for tensor in (norm.running_mean, norm.running_var) if tensor is not None]

@@ -58,7 +58,7 @@ class Beginning:
         objective.preserve_weight needs a teacher from that file."""
         if self.resumed is None or recipe.objective.preserve_weight:
             return recipe
-        return change_recipe(recipe, {"model.init_from": "none"})
+        return change_recipe(recipe, {"model.init_from": "none"} | recipe.outlasting_start)
 
     def check_ahead(self, last_step: int, run: str, ends: str) -> None:
         """Raises ConfigError where the run is already beyond `last_step`; ends: the option that sets that step."""

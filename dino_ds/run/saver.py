@@ -21,6 +21,8 @@ from dino_ds.run.run import AtStep, RunState
 
 FIRST_SAVE_AFTER = 5
 """Steps of this process before its first save, which shows a broken disk early."""
+_OWN = "own."
+"""Beginning of the names of what users' terms keep, in the file of each rank."""
 SAVE_SECONDS = 600.0
 """Time between later saves, which a run that dies loses at most."""
 
@@ -87,7 +89,9 @@ class Saver:
         state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
-        lines = self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+        own = step.objective.own
+        tensors = part.tensors | {f"{_OWN}{name}": tensor for name, tensor in own.moved().items()}
+        lines = own.unsaved() + self.saving.save(tensors, part.layout, self.step.state(), manifest, wait)
         reasons, self._unwritten = self._unwritten, []
         return lines + [f"warning  the best teacher can't be written: {reason}" for reason in reasons]
 
@@ -130,6 +134,7 @@ class Saver:
         state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
+            self.step.objective.own.load(saved.of_rank(distributed.rank(), _OWN))
             self.step.restore(whole, saved.manifest.step)
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:

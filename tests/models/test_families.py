@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -162,6 +163,23 @@ class Raises(Plain):
         raise RuntimeError("no\nweights here")
 
 
+class Tossing(Plain):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * random.random()
+
+
+class Moving(Plain):
+    def __init__(self, in_chans: int) -> None:
+        super().__init__(in_chans)
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = super().forward(images)
+        if self.training:
+            self.mean.lerp_(features.detach().mean(), 0.1)
+        return features - self.mean
+
+
 class NoModule:
     def __init__(self, in_chans: int) -> None:
         pass
@@ -169,6 +187,8 @@ class NoModule:
 
 OWN = [
     ("Plain", '{"dropout": 0.1}', "draws random numbers of its own .aten.bernoulli_.*switch dropout off"),
+    ("Tossing", "{}", "draws random numbers of its own .random.*switch dropout off"),
+    ("Moving", "{}", "its buffer mean changes with each pass, and no checkpoint holds it: make it persistent"),
     ("Plain", '{"unused": true}', "no gradient to its parameter head.weight and 1 more: remove what is not used"),
     ("Plain", '{"with": 3}', "can't be made with in_chans=3 and model.arguments .*unexpected keyword argument"),
     ("Constant", "{}", "its scale is a plain tensor, which moves to no device"),

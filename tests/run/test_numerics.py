@@ -13,10 +13,12 @@ from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm, SpreadA
 from dino_ds.method.step import TrainingStep
 from tests.ranks import run_on_ranks
 from tests.reference import copied
+from tests.run.drawing_parts import drawing
 from tests.run.harness import image_folder, losses_of, train_tiny
 from tests.sample import sampled
 
 GOOD_STEPS = 2
+KEPT = drawing("Buffer", "InModule", "Plain", "OwnGenerator")
 SCALE = {"fp16.initial_scale_power": "4", "fp16.hysteresis": "1"}
 CELLS = [
     ("zero0_fp32.json", "nan"),
@@ -29,6 +31,7 @@ def _dynamic_state(step):
     """Everything that a skipped step must leave alone, on this rank."""
     state = {f"engine.{name}": tensor for name, tensor in step.engine.state().tensors.items()}
     state.update({f"teacher.{name}": tensor for name, tensor in copied(step.teachers["ema"].state()).items()})
+    state |= step.objective.own.copy()  # of users' terms
     return {"center": step.objective.statistics["center"].value, **state, "clock": torch.tensor(step.applied_steps)}
 
 
@@ -57,7 +60,7 @@ def _train_with_bad_numbers(root, run, ds, kind):
 
     TrainingStep.micro_batch = micro_batch
     try:
-        message = train_tiny(root, run, ds, ds_changes=SCALE if "fp16" in ds else {})
+        message = train_tiny(root, run, ds, changes=KEPT, ds_changes=SCALE if "fp16" in ds else {})
     finally:
         TrainingStep.micro_batch = original
     after = _dynamic_state(bad[-1])

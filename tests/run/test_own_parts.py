@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,6 +28,7 @@ from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report.command import run as report
 from tests.ranks import run_on_ranks
+from tests.run.drawing_parts import drawing
 from tests.run.harness import copy_until, image_folder, log_of, read_metrics, train_tiny, whole_tensors
 from tests.run.own_parts import OWN
 from tests.run.toys import ToySpec
@@ -72,6 +75,52 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     page = next(straight.glob("*.html")).read_text()
     for words in ("variance" if changes else "Variance of patches", "slow_momentum"):
         assert words in page, words
+
+
+EXACT = ("Torch", "InTargets", "Others", "WhenBuilt", "Buffer", "InModule", "Plain", "OwnGenerator", "ByItself")
+DRAWS = {"data.source": "tests.run.drawing_parts:Source", "objective.freeze_prototypes": "0 steps"}
+
+
+def _train_drawing(run: Path, ds: str, resume: bool, how: dict[str, str]):
+    for seed in (random.seed, np.random.seed, lambda: torch.seed()):
+        seed()  # by the system's entropy, as in a new process
+    drawn = {"teacher.others": '{"drawn": {"spec": "tests.run.drawing_parts:DrawingEmaSpec"}}'}
+    changes = LENGTH | {"save_in_background": "false"} | DRAWS | drawn | how
+    return train_tiny(
+        "global", run, ds, resume=resume, changes=changes, ds_changes={"gradient_accumulation_steps": "2"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("ds", "workers"), [("zero1_fp16.json", "0"), ("zero3_fp32.json", "1"), ("zero0_fp32.json", "0")], ids=str
+)
+def test_what_users_parts_draw_and_keep_is_resumed_to_the_bit(tmp_path, ds, workers):
+    """Terms, a teacher and a source, each kind in one run: 2 ranks, accumulation, steps that fp16 skips."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    how = drawing(*EXACT) | {"data.workers": workers}
+    assert run_on_ranks(_train_drawing, straight, ds, False, how) == [None] * 2
+    copy_until(2, straight, resumed)
+    assert run_on_ranks(_train_drawing, resumed, ds, True, how) == [None] * 2
+    ours, theirs = ([line for line in read_metrics(run) if "loss" in line] for run in (straight, resumed))
+    names = ["loss", *(f"{kind.lower()}_loss" for kind in EXACT)]
+    assert [[line[name] for name in names] for line in ours] == [[line[name] for name in names] for line in theirs]
+    names = [path.name for path in (straight / "checkpoints/step_00000004").glob("*.safetensors")]
+    files = [
+        {name: load_file(run / "checkpoints/step_00000004" / name) for name in names} for run in (straight, resumed)
+    ]
+    assert any(key.startswith("own.buffer.") for key in files[0]["rank_00001.safetensors"])
+    for name, tensors in files[0].items():
+        assert all(torch.equal(tensor, files[1][name][key]) for key, tensor in tensors.items()), name
+    assert "can't be exact" not in log_of(straight) + log_of(resumed)
+
+
+def test_what_can_not_be_resumed_exactly_is_said(tmp_path):
+    """Once for each: a generator of NumPy, a list, and a source that draws from a generator of its own."""
+    how = drawing("Numpy", "Listed") | DRAWS | LENGTH
+    assert run_on_ranks(train_tiny, "own", tmp_path / "run", "zero0_fp32.json", None, False, how, world=1) == [None]
+    said = [line for line in log_of(tmp_path / "run").splitlines() if "a resume can't be exact" in line]
+    assert len(said) == 3 and "data.source gives other images when it reads them again" in said[0]
+    assert "generator of loss term numpy" in said[1] and "queue of loss term listed" in said[2]
 
 
 def _check_teachers(whole: dict[str, torch.Tensor]) -> None:

@@ -53,6 +53,9 @@ class RecipeSections(Protocol):
     @property
     def resolutions(self) -> tuple[Resolution, ...]: ...
 
+    @property
+    def batch_norm(self) -> str: ...
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
 
 

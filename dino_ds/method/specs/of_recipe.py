@@ -135,7 +135,8 @@ def accumulation_notes(
     step = StepImages(micro_batch, accumulation, ranks)
     by_term = [term.accumulated(step) for term in terms_of(recipe)]
     warnings = []
-    if getattr(recipe.model.spec(), "has_batch_norm", False) or any(h.batch_norm for h in heads_of(recipe).values()):
+    backbone = recipe.batch_norm != "frozen" and recipe.model.spec().has_batch_norm
+    if backbone or any(head.batch_norm for head in heads_of(recipe).values()):
         warnings.append(
             f"BatchNorm sees one micro-batch at a time: {accumulation} micro-batches are not one batch; networks with "
             "LayerNorm or GroupNorm (convnext_tiny, resnet50_gn) have no such limit"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dino_ds.errors import one_line
 
@@ -38,6 +42,7 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     if unusable := _why_unusable(network):
         return unusable
     drawn: list[str] = []
+    before = _unsaved(network)
 
     class Draws(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,6 +54,7 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     for module in network.modules():
         if isinstance(module, DropPath):  # ours takes its place
             module.eval()
+    states = random.getstate(), pickle.dumps(np.random.get_state())
     try:
         with torch.enable_grad(), Draws():
             image = features()
@@ -56,9 +62,13 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
                 image.sum().backward()
     except Exception as error:  # whatever a foreign network raises
         return f"in training it raises {one_line(error)}"
+    others = random.getstate(), pickle.dumps(np.random.get_state())
+    drawn += [name for name, old, new in zip(("random", "numpy.random"), states, others, strict=True) if old != new]
     if drawn:
         advice = "which can't be drawn again: switch dropout off (drop_rate, attn_drop_rate of timm's)"
         return f"it draws random numbers of its own ({drawn[0]}), {advice}"
+    if moved := [name for name, version in _unsaved(network).items() if before.get(name) != version]:
+        return f"its buffer {moved[0]} changes with each pass, and no checkpoint holds it: make it persistent"
     idle = [name for name, parameter in network.named_parameters() if parameter.grad is None]
     if idle:
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
@@ -68,6 +78,12 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
         if names[id(parameter)] != name:
             return f"its parameters {names[id(parameter)]} and {name} are one tensor"
     return ""
+
+
+def _unsaved(network: nn.Module) -> dict[str, tuple[int, int]]:
+    """What changes with a write to each buffer that the state of a network does not hold, by name."""
+    held = network.state_dict().keys()
+    return {name: (id(b), b._version) for name, b in network.named_buffers() if name not in held}
 
 
 def _why_unusable(network: nn.Module) -> str:
