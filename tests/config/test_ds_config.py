@@ -183,6 +183,8 @@ _LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 @pytest.mark.parametrize(
     ("content", "says"),
     [
+        ({"wandb": {"enabled": True, "project": "\ud800"}}, "has half a character or a NUL"),
+        ({"comms_logger": {"prof_ops": ["a\0"]}}, "has half a character or a NUL"),
         ({"gradient_clipping": "1.0"}, 'gradient_clipping: "1.0" is not a number'),
         ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto" is not a number'),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 must be >= 1 or auto"),
