@@ -20,6 +20,7 @@ from dino_ds.config.loading import key_elsewhere
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
+from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 
 ALIASES = {"deepspeed_config": "ds_config"}
