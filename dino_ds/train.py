@@ -154,6 +154,7 @@ def _open_folder(
         cache_gib, notes = fitting_cache(data.cache_gib, source)
         recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
+        folder.config_name = (request.given.config if request.given else None) or folder.config_name
         if not request.options.allow_oversize:
             chosen.check_fits()
     stated = functools.partial(stated_images, recipe)
@@ -231,7 +232,7 @@ def _open_log(folder: RunFolder, saver: Saver, last_step: int, request: _Request
         saver.check_space()
     with distributed.raise_on_all_ranks():
         logger = open_logger(folder.config.raw.get(LOGGER), folder.path, str(folder.run_id))
-    write_description(folder.path, folder.recipe, folder.config, str(folder.run_id), folder.origin)
+    write_description(folder)
     notes, tell = saver.tidy(), request.caller.tell if request.caller else None
     with distributed.raise_on_all_ranks():
         try:

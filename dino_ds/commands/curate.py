@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dino_ds.basics.durable import check_absent, replacing_folder, why_not_writable
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import home_of
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.options.definition import Result
 from dino_ds.options.model import CurateOptions
@@ -74,7 +78,7 @@ def run(options: CurateOptions) -> Result:
                 (unfinished / f"images{ending}").write_bytes(content)
                 use = "--data.root " if ending == ".txt" else "--data.balance clusters:"
                 curated.notes.append(
-                    f"{listed.sum()} of {count} images: dino-ds train {use}{folder / f'images{ending}'}"
+                    f"{listed.sum()} of {count} images: {_train(embedded)} {use}{folder / f'images{ending}'}"
                 )
     except OSError as error:
         raise unwritable(folder, error, "out") from None
@@ -145,9 +149,18 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
     shown = by_size[evenly_spaced_indices(len(by_size), LINES)]
     sheet = [[(row, f"{counts[i]} images") for row in members[i][:COLUMNS].tolist()] for i in shown]
     (folder / "clusters.png").write_bytes(embedded.sheet(sheet))
-    spread = f"{counts.max()} to {counts.min()} images each: dino-ds train --data.balance"
+    spread = f"{counts.max()} to {counts.min()} images each: {_train(embedded)} --data.balance"
     curated.notes.append(f"{len(counts)} clusters of {spread} clusters:{curated.folder / 'clusters.csv'}")
     if options.draw is not None:
         curated.listed[:] = False
         curated.listed[kept[draw(levels, options.draw, options.seed)]] = True
     return curated._replace(clusters=clusters)
+
+
+def _train(embedded: Embedded) -> str:
+    """The command that trains as the run whose features these are, if a run made them and is no stage."""
+    recipe = home_of(embedded.about["origin"]["model"]).folder / "config.yaml"
+    with suppress(ConfigError):
+        if recipe.is_file() and load_recipe(str(recipe), {}).stage_start is None:
+            return f"dino-ds train --config {shlex.quote(str(recipe))}"
+    return "dino-ds train"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.durable import free_stem, replace_file
-from dino_ds.commands.embed import describing, facts_of_network
+from dino_ds.commands import embed
 from dino_ds.commands.embedded import Embedded, open_embedded
 from dino_ds.data.base import UnreadableImage
 from dino_ds.errors import ConfigError, DataError, unwritable
@@ -81,13 +81,13 @@ def _features(embedded: Embedded, files: list[str], weights: str | None) -> list
         return []
     about, device = embedded.about, embedded.vectors.device
     model = load(weights or about["origin"]["model"], device)
-    made_by = facts_of_network(model, about["what"], about["size"], about["value_range"])
+    made_by = embed.facts_of_network(model, about["what"], about["size"], about["value_range"])
     if differ := [name for name, value in json.loads(json.dumps(made_by)).items() if value != about[name]]:
         raise ConfigError(
             f"{model.source} is not what made these features ({', '.join(differ)} differ): give that with --model, "
             "such as RUN/checkpoints/step_N, or embed again"
         )
-    describe = describing(model, about["what"])
+    describe = embed.describing(model, about["what"])
     try:
         images = (embedded.pixels(file, about["size"])[None].to(device) for file in files)
         return [torch.nn.functional.normalize(describe(image).double()) for image in images]

@@ -26,6 +26,8 @@ ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
 ENVIRONMENT = "environment.json"
 """Name of the file in a run folder with the run's id, its origin and its starts."""
+CONFIG_NAME = "config"
+"""The key of environment.json with the --config that the run was begun with, null without one."""
 STARTED_IN = "folder"
 """The key of a start in environment.json with the folder in which it was made."""
 

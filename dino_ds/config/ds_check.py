@@ -23,15 +23,29 @@ def problems_of(config: dict[str, Any]) -> list[Problem]:
 
 
 def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
-    """Remove null, and features that are refused, offloaded or DeepSpeed's alone and are off."""
-    optional = {*words_elsewhere("refused_ds_keys"), *PASSED, *(name for name in SECTIONS if "offload_" in name)}
+    """Remove null, and features that are refused, offloaded or DeepSpeed's alone and are off or as by default."""
+    offload = [name for name in SECTIONS if "offload_" in name]
+    optional = {*words_elsewhere("refused_ds_keys"), *PASSED, *offload, "dataloader_drop_last"}
     for key, value in [*content.items()]:
         name = _join(section, key)
-        switch = value.get("enabled", value.get("device")) if isinstance(value, dict) and name in optional else value
-        if (value is None and name not in _REQUIRED) or (name in optional and switch in (False, "none")):
+        if (value is None and name not in _REQUIRED) or (name in optional and _is_off(name, value)):
             del content[key]
         elif isinstance(value, dict) and name in SECTIONS:
             _drop_what_is_off(value, name)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether a value turns its key off or is DeepSpeed's default; a section's switch decides, else all of its keys."""
+    if isinstance(value, dict):
+        switch = value.get("enabled", value.get("device"))
+        return switch in (False, "none") or (
+            switch is None and all(_is_off(_join(name, key), inner) for key, inner in value.items())
+        )
+    return value in (None, False, "none") or _is_default(name, value)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    return name in (known := words_elsewhere("default_ds_keys")) and bool(json.loads(known[name]) == value)
 
 
 def wrong_key(name: str) -> str:
@@ -89,7 +103,7 @@ def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
     """Yield problems of keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
     zero = config.get("zero_optimization", {})
     for key, value in zero.items():
-        if key in Zero.model_fields and value is not False:
+        if key in Zero.model_fields and value is not False and not _is_default(f"zero_optimization.{key}", value):
             stages = Option(key, Zero.model_fields[key]).fact("stages", (zero["stage"],))
             if zero["stage"] not in stages:
                 where = ", ".join(map(str, stages))

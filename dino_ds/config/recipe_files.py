@@ -4,6 +4,7 @@ their values as text, which the schema converts."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +134,12 @@ class _Loader(yaml.SafeLoader):
             event = self.peek_event()
             raise yaml.composer.ComposerError(None, None, f"*{event.anchor}: aliases are not taken", event.start_mark)
         return super().compose_node(parent, index)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if re.search("[\ud800-\udfff\0]", text := super().construct_scalar(node)):
+            problem = f"{text[:40]!r} has half a character or a NUL"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.method.specs.own import TERMS, counted_from
 from dino_ds.models.specs.backbones import BACKBONES
 
+_MOST_RUNS = 5
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
 """Settings that a stage does not take over from the run's recipe: they say how that run began."""
 
@@ -222,6 +224,20 @@ def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> 
         return newest, f"run folder {newest}, the newest of {len(numbers)} of {name}" if len(numbers) > 1 else ""
     free = f"{first}-{last + 1}"
     return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
+
+
+def only_run(resume: str) -> tuple[str, str]:
+    """The folder of the only run in runs/, for the option `resume` alone, and a line about it. Raises CheckpointError
+    without a run, and with several one that names the command for each, the newest first."""
+    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
+    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
+    if not runs:
+        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
+    if len(runs) > 1:
+        more = f"; and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
+        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
+        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
+    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
 
 
 def _numbers(first: str) -> list[int]:

@@ -109,6 +109,12 @@ class Command:
         """The options that take words without an option's name, one word each."""
         return tuple(option.name for option in self.own_options if option.fact("bare"))
 
+    @property
+    def images_option(self) -> str:
+        """The option that a further word means, the images; "" for commands without such an option."""
+        own = "root" if "root" not in self.bare and "root" in self.known_options else ""
+        return "data.root" if self.needs_images else own
+
 
 COMMANDS: dict[str, Command] = {}
 """Every command by name; filled where `options.commands` imports the classes."""

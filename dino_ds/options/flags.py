@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dino_ds.basics.names import as_written, did_you_mean, unquoted, words_elsewhere
-from dino_ds.basics.text_file import unusable_text
+from dino_ds.basics.text_file import is_file, is_url, unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_schema import is_key, key_names
 from dino_ds.config.loading import key_elsewhere
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
+from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 
 ALIASES = {"deepspeed_config": "ds_config"}
@@ -126,6 +129,7 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
 def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (name without its two dashes, value) from `--key value`, `--key=value`, switches and bare words."""
     bare, strays, known = list(command.bare), list[str](), command.known_options
+    images = list[str]()  # a word after the command's own
     while words:
         word = words.pop(0)
         if not _is_flag(word) and bare:
@@ -133,7 +137,9 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
             bare = bare[not known[bare[0]].takes_words :]
             continue
         if not _is_flag(word):
-            strays.append(unusable_text(word) or as_written(word))
+            is_images = command.images_option and not images and _may_be_images(word)
+            images += [word] if is_images else []
+            strays += [] if is_images else [unusable_text(word) or as_written(word)]
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         if equals:
@@ -142,11 +148,40 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
             yield name, words.pop(0) if words and _is_for_switch(known[name], words[0]) else "true"
         else:
             yield name, words.pop(0) if words and not _is_flag(words[0]) else ""
+    for word in images:
+        option = f"--{command.images_option} {word}"
+        if other := _other_meaning(command, word):
+            problems.append(f"{as_written(word)} has no option before it: write {option}, or {other}")
+            continue
+        before = len(problems)
+        yield command.images_option, word
+        if not strays and len(problems) == before and os.environ.get("RANK", "0") == "0":
+            print(f"dino_ds: {word} is read as {option}", file=sys.stderr, flush=True)
     if strays:
         problems.append(
             f"unexpected {', '.join(strays[:3])}{', ...' if len(strays) > 3 else ''}: options are written --key value; "
             "a value with spaces stands in quotes, several values have commas between them"
         )
+
+
+def _may_be_images(word: str) -> bool:
+    """Whether a word without an option is something that is there, an address, or a pattern of files."""
+    if unusable_text(word):
+        return False
+    return is_url(word) or os.path.lexists(os.path.expanduser(word)) or bool(re.search(r"[*{]|\.h5:", word))
+
+
+def _other_meaning(command: Command, word: str) -> str:
+    """The option that a word for images may have meant instead, as it names a run, a recipe or weights too; else ""."""
+    if is_file(os.path.join(os.path.expanduser(word), "config.yaml")):
+        return (
+            f"--resume --run_dir {word}" if command is TRAIN else f"{' '.join(command.bare) or '--model'} {word} first"
+        )
+    if command.takes_recipe and (word in recipe_names() or word.endswith((".yaml", ".yml"))):
+        return f"--config {word}"
+    if command.takes_ds and word.endswith(".json"):
+        return f"--ds_config {word}"
+    return f"--model.init_from {word}" if command is TRAIN and word.endswith((".safetensors", ".pth", ".pt")) else ""
 
 
 def _is_for_switch(option: Option, word: str) -> bool:

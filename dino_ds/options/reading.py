@@ -12,7 +12,7 @@ from dino_ds.basics.own_code import allow_code
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Given, default_folder, holds_run, nothing_to_resume
+from dino_ds.config.stages import Given, default_folder, holds_run, nothing_to_resume, only_run
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of
@@ -92,7 +92,9 @@ def _read_train(
     if not options.run_dir and config is None and options.from_ is not None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""
-    if not options.run_dir:
+    if not options.run_dir and config is None and options.resume not in (False, "auto"):
+        folder, note = only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
+    elif not options.run_dir:
         folder, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
     if is_url(folder):
         raise ConfigError(f"--run_dir {folder} is not a folder: keep a run on a disk, then copy its folder there")

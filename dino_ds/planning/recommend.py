@@ -13,12 +13,15 @@ from typing import Any
 from dino_ds.basics.durable import check_absent, replacing
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.ds_values import MEETING
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.planning.fit import Fit, fit_with, micro_batches, rehearsed, with_batch
 from dino_ds.planning.gpus import Cluster
 
 RECOMMENDED = "the recommended config"
+SMALL = "small"
+"""The recipe for few or small images, which takes the least memory of those that learn well."""
 _ENOUGH = 8
 """Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
 _FP16 = {
@@ -99,23 +102,59 @@ def recommend(
     shapes: Sequence[Shape] = SHAPES,
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
 ) -> Recommendation:
-    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits.
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError, with what fits, if
+    nothing does.
 
     make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
     """
-    # An offloaded optimizer clips by one norm, and steps on the host, where LARS and Muon can't communicate.
-    remedies = ["optimizer.clip_by network"] if recipe.optimizer.clip_by == "part" else []
-    remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in MEETING else []
-    allowed = [shape for shape in shapes if not (shape.offload and remedies)]
-    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
+    if found := _search(recipe, cluster, limit_gib, shapes, make_ds):
+        return found
+    changes, others = _changes_for_offloading(recipe), {}
+    if changes:
+        optimizer = recipe.optimizer.model_copy(update=changes)
+        options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
+        others[f"{options}, which allows offloading"] = recipe.model_copy(update={"optimizer": optimizer})
+    others[f"the recipe for small images, --config {SMALL}"] = load_recipe(SMALL, {})
+    fitting = (name for name, other in others.items() if _search(other, cluster, limit_gib, shapes, make_ds))
+    remedy = next(fitting, "more GPUs, larger ones or a smaller model")
+    needed = min(
+        (_estimate(recipe, make_ds(shape, cluster.gpu.bf16), cluster, limit_gib, 1).memory.gib, str(shape))
+        for shape in shapes
+        if not (shape.offload and changes)
+    )
+    raise ConfigError(
+        f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take {remedy}"
+    )
 
-    def estimated(shape: Shape, size: int) -> Fit:
-        return fit_with(recipe, make_ds(shape, cluster.gpu.bf16), RECOMMENDED, cluster.world_size, limit_gib, size)
+
+def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
+    """Values of the optimizer that allow offloading, which clips by one norm and steps on the host, where LARS and Muon
+    can't communicate; {} if it is allowed."""
+    changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}
+    return changes | ({"kind": "adamw"} if recipe.optimizer.kind in MEETING else {})
+
+
+def _estimate(recipe: Recipe, ds: dict[str, Any], cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
+    return fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, micro_batch)
+
+
+def _search(
+    recipe: Recipe,
+    cluster: Cluster,
+    limit_gib: float,
+    shapes: Sequence[Shape],
+    make_ds: Callable[[Shape, bool], dict[str, Any]],
+) -> Recommendation | None:
+    """The first of the allowed shapes that fits, with its largest micro-batch."""
+    allowed = [shape for shape in shapes if not (shape.offload and _changes_for_offloading(recipe))]
+    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
 
     def largest(shape: Shape) -> Fit | None:
         """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
+        ds = make_ds(shape, cluster.gpu.bf16)
         for size in sizes[: 1 if shape.stage == 1 else None]:
-            if (fit := estimated(shape, size)).fits and (fit := rehearsed(fit, recipe, cluster.world_size)).fits:
+            fit = _estimate(recipe, ds, cluster, limit_gib, size)
+            if fit.fits and (fit := rehearsed(fit, recipe, cluster.world_size)).fits:
                 return fit
         return None
 
@@ -128,12 +167,7 @@ def recommend(
         if fit:
             ds = make_ds(shape, cluster.gpu.bf16)
             return Recommendation(with_batch(ds, fit.config.micro_batch, "auto"), shape, fit)
-    least = min((estimated(shape, 1).memory.gib, str(shape)) for shape in allowed)
-    offload = "" if len(allowed) == len(shapes) else f", or {' and '.join(remedies)}, which allows offloading"
-    raise ConfigError(
-        f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
-        f"Take more GPUs, larger ones or a smaller model{offload}"
-    )
+    return None
 
 
 def check_new(path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.kept import share
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
@@ -22,7 +25,7 @@ from dino_ds.models.specs.trained import ALL, describe_trained
 from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.planning.gpus import Cluster, Gpu
 from dino_ds.planning.host import Machine, find_machine, needed_bytes
-from dino_ds.planning.recommend import recommend
+from dino_ds.planning.recommend import SMALL, recommend
 from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -177,20 +180,48 @@ def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None
 
 
 def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
-    """Raises ConfigError, with what would take less, if the predicted memory is more than a GPU or the host has."""
+    """Raises ConfigError, with what does fit, if the predicted memory is more than a GPU or the host has."""
     if problem := _problem(recipe, start.config, machine):
-        images, cures = recipe.data.global_batch // machine.ranks, list[str]()
-        if start.is_named and machine.card_gib is not None:
-            cures.append("leave --ds_config out, for one that the planner chooses")
-        smaller = [n for n in micro_batches(recipe.data.global_batch, machine.ranks) if n < start.config.micro_batch]
-        if smaller:
-            cures.append(
-                f"add --ds.{_MICRO} {smaller[0]} --ds.{_ACCUMULATION} {images // smaller[0]}, or fewer at once"
-            )
-        if not start.config.checkpoint_blocks:
-            cures.append("add --ds.activation_checkpointing.number_checkpoints auto")
-        cure = "; ".join([*cures, "take a smaller model, smaller crops or fewer prototypes"])
+        cures = ", or ".join(filter(None, (_fitting_options(recipe, start, machine), _fitting_recipe(start, machine))))
+        cure = cures or "take a smaller model, smaller crops or fewer prototypes"
         raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
+
+
+def _fitting_options(recipe: Recipe, start: Start, machine: Machine) -> str:
+    """What to change so that the recipe fits: the planner's ds config in place of a named one, else the largest
+    micro-batch that fits without recomputation, else with it; "" if nothing fits."""
+    if start.is_named and machine.card_gib is not None:
+        with suppress(ConfigError):
+            if not _problem(recipe, planned_start(recipe, {}, machine).config, machine):
+                return "leave --ds_config out, for one that the planner chooses"
+    images, batch = recipe.data.global_batch // machine.ranks, recipe.data.global_batch
+    smaller = [size for size in micro_batches(batch, machine.ranks) if size < start.config.micro_batch]
+    recomputed = {"activation_checkpointing.number_checkpoints": "auto"}
+
+    def fits(changes: Mapping[str, Any]) -> bool:
+        ds = _changed(start.ds, start.path, changes)
+        return not _problem(recipe, _resolve(recipe, ds, start.path, machine), machine)
+
+    for more in ({}, recomputed) if not start.config.checkpoint_blocks else ({},):
+        sizes = [*([start.config.micro_batch] if more else []), *smaller]
+        choices = [{_MICRO: str(n), _ACCUMULATION: str(images // n), **more} for n in sizes]
+        first = bisect.bisect_left(choices, True, key=fits)  # memory falls with the micro-batch
+        if first < len(choices):
+            return "add " + " ".join(f"--ds.{key} {value}" for key, value in choices[first].items())
+    return ""
+
+
+def _fitting_recipe(start: Start, machine: Machine) -> str:
+    """The option that names the recipe for few or small images, if that fits; else ""."""
+    with suppress(ConfigError):
+        small = load_recipe(SMALL, {})
+        if machine.card_gib is not None:
+            config = planned_start(small, {}, machine).config
+        else:
+            ds = _changed(start.ds, start.path, {_MICRO: "auto", _ACCUMULATION: "auto"})
+            config = _resolve(small, ds, start.path, machine)
+        return "" if _problem(small, config, machine) else f"take the recipe for small images, --config {SMALL}"
+    return ""
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:

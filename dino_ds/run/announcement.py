@@ -100,8 +100,13 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Give
         overrides = [
             f"{key} {unquoted(value)}" for key, value in settings.overrides.items() if key not in _SHOWN_ELSEWHERE
         ]
-        changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else " as it is"
-        yield f"recipe   {settings.config or 'the defaults'}{changed}"
+        name = folder.config_name or (f"that of {folder.origin.run}" if folder.origin else "the defaults")
+        as_it_is = " as it is"
+        if folder.resume and settings.config is None:
+            name = folder.config_name or "this run's own"
+            as_it_is = f", as {folder.path / 'config.yaml'} has it"
+        changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else as_it_is
+        yield f"recipe   {name}{changed}"
 
 
 def _first_step(folder: RunFolder) -> int:

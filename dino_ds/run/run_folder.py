@@ -8,15 +8,18 @@ import secrets
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from dino_ds.basics.durable import discard, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import (
+    CONFIG_NAME,
     ENVIRONMENT,
     ORIGIN,
     Origin,
     load_run_recipe,
+    read_environment,
     read_run_id,
     started_in,
 )
@@ -56,6 +59,7 @@ class RunFolder:
         self.run_id = read_run_id(path) if self.resume else None
         self.origin = Origin.read(path) if self.resume else None
         self.began_in = started_in(path) if self.resume else None
+        self.config_name = read_environment(path, CONFIG_NAME) if self.resume else None
         self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
         check_place(path)
 
@@ -150,20 +154,22 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
 
-def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str, origin: Origin | None) -> None:
+def write_description(folder: RunFolder) -> None:
     """Write config.yaml, ds_config.json and environment.json, on rank 0; all ranks wait for them.
 
     Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
     """
+    path, origin = folder.path, folder.origin
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            about = {"run_id": run_id, **({ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
+            about: dict[str, Any] = {"run_id": str(folder.run_id), CONFIG_NAME: folder.config_name}
+            about |= {**({ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
             for name in _FILES:
                 discard(path / f"{name}.tmp")  # left by a killed process
             try:
-                replace_file(path / "ds_config.json", json.dumps(config.raw, indent=2) + "\n")
+                replace_file(path / "ds_config.json", json.dumps(folder.config.raw, indent=2) + "\n")
                 replace_file(path / ENVIRONMENT, json.dumps(about, indent=2) + "\n")
-                replace_file(path / "config.yaml", dump_recipe(recipe))  # last: it marks the folder as a run
+                replace_file(path / "config.yaml", dump_recipe(folder.recipe))  # last: it marks the folder as a run
             except OSError as error:
                 raise unwritable(f"run folder {path}", error) from None
     with distributed.raise_on_all_ranks():

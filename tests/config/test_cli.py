@@ -236,7 +236,19 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("train --model.backbone resnet5", "--model.backbone: 'resnet5' is neither timm's nor a class of yours as mo"),
+        *(
+            (
+                f"train --model.backbone {typed}",
+                f"--model.backbone: '{typed}' is neither timm's nor a class of yours as "
+                f"module:Class. The nearest are {near}",
+            )
+            for typed, near in (
+                ("resnet5", "resnet50, "),
+                ("reznet50", "resnet50, "),
+                ("vit_smal", "vit_small_patch8_224, vit_small_patch16_224"),
+                ("convnextiny", "convnext_tiny, "),
+            )
+        ),
         ("train --micro_batch 4", "--micro_batch: unknown option: it belongs to the ds JSON: train_micro_batch_size_"),
         ("train --crops 2", "--crops: unknown option: this is a section of the recipe: set crops.global_size, "),
         ("train --prototype 2", "--prototype: unknown option. Did you mean --head.prototypes"),
@@ -267,6 +279,12 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("shard --ds.fp16.enabled true", "--ds.fp16.enabled: unknown option."),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value"),
+        ("train small", "'small' has no option before it: write --data.root small, or --config small"),
+        ("train {imgs} --data.root b", "--data.root is given twice: 'b' and '{imgs}'"),
+        ("train --resume {run}", "'{run}' has no option before it: write --data.root {run}, or --resume --run_dir "),
+        ("embed x {run} --out a.npy", "'{run}' has no option before it: write --root {run}, or model {run} first"),
+        ("train {run}/config.yaml", "'{run}/config.yaml' has no option before it: write --data.root {run}/config.yaml"),
+        ("export a {imgs} --format timm", "unexpected '{imgs}': options are written --key value"),
         ("eval a --model b", "--model is given twice: 'a' and 'b'"),
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
         ("export a", "no format is given: --format X, one of: safetensors, timm"),
@@ -280,9 +298,31 @@ def test_wrong_words_stop_before_torch_is_loaded(
     (tmp_path / "imgs/class").mkdir(parents=True)
     for name in ("a", "b", "c"):
         (tmp_path / f"imgs/class/{name}.jpg").touch()
-    given = {"imgs": str(tmp_path / "imgs"), "long": "a" * 5000}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    (tmp_path / "small").touch()
+    os.chdir(tmp_path)
+    given = {"imgs": str(tmp_path / "imgs"), "run": str(tmp_path / "run"), "long": "a" * 5000}
     (line,) = errors(*typed.format(**given).split())
     assert line.startswith(says.format(**given)) and len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("typed", "option"),
+    [
+        ("train {imgs} --run_dir {imgs}/r", "data.root"),
+        ("look-data --out x.png {imgs}", "data.root"),
+        ("train --seed 1 {imgs}/*.jpg", "data.root"),
+        *((f"{command} MODEL {{imgs}}", "root") for command in ("eval", "pictures", "embed --out a.npy", "curate")),
+        ("shard {imgs} --out shards", "root"),
+    ],
+)
+def test_a_word_after_the_command_s_own_is_the_images(typed: str, option: str, tmp_path: Path, capsys):
+    (images := tmp_path / "imgs").mkdir()
+    _, flags = cli.parse(typed.format(imgs=images).split())
+    word = next(word for word in typed.format(imgs=images).split() if word.startswith(str(images)))
+    assert (flags.recipe | flags.fixed)[option] == word
+    assert capsys.readouterr().err == f"dino_ds: {word} is read as --{option} {word}\n"
 
 
 def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list[str]]):

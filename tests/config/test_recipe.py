@@ -424,3 +424,26 @@ def test_replacements_are_counted_from_the_start():
     ours = Replacements(start=4, at_start=True, every=3, most=2)
     assert [step for step in range(20) if theirs.due(step)] == [3]
     assert [step for step in range(20) if ours.due(step)] == [4, 7, 10]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'data: {root: "\\uD800"}', 'extends: "\\uD800"', '"\\uD800": 3',
+        'objective: {terms: {"\\uD800": {spec: "a:b"}}}',
+        'data: {mean: ["a\\0"]}', "a: &a {b: *a}", "[" * 5000, f"seed: {'9' * 5000}", "length: 1e300 epochs",
+        "data: {global_batch: 1e308}",
+    ],
+)  # fmt: skip
+def test_what_no_text_can_hold_is_one_line_that_names_the_file(write, text: str):
+    """Halves of characters, NULs, numbers without end, and what is nested without end."""
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path := write(text + "\n"), {})
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+    str(caught.value).encode()
+
+
+def test_halves_of_characters_in_a_json_of_the_command_line_are_refused():
+    for key in ("objective.terms", "teacher.others", "model.arguments"):
+        with pytest.raises(ConfigError, match="is not keywords as JSON"):
+            load_recipe(None, {key: '{"\\ud800": {"spec": "a:b"}}'})

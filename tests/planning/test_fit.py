@@ -60,7 +60,10 @@ def test_the_rule(card_gib, chosen, invented):
     ("changes", "remedy"),
     [
         ({"optimizer.clip_by": "part"}, "optimizer.clip_by network"),
-        ({"optimizer.kind": "muon", "optimizer.clip_by": "part"}, "optimizer.clip_by network and optimizer.kind adamw"),
+        (
+            {"optimizer.kind": "muon", "optimizer.clip_by": "part"},
+            "optimizer.clip_by network and --optimizer.kind adamw",
+        ),
         ({"optimizer.kind": "lars"}, "optimizer.kind adamw"),
     ],
 )
@@ -68,13 +71,15 @@ def test_what_the_engine_refuses_with_an_offloaded_optimizer_is_never_planned_wi
     """The way out is named where nothing else fits."""
     cluster, other = Cluster(Gpu("a GPU", 5.0), 1, 1), load_recipe("vits16", changes)
     assert recommend(load_recipe("vits16", {}), cluster, 5.0).shape.offload
-    with pytest.raises(ConfigError, match=rf"or {re.escape(remedy)}, which allows offloading"):
+    with pytest.raises(ConfigError, match=rf"Take --{re.escape(remedy)}, which allows offloading"):
         recommend(other, cluster, 4.0 if "optimizer.kind" in changes else 5.0)
     assert not recommend(other, cluster, 40.0).shape.offload
 
 
 def test_where_nothing_fits_the_least_is_named(invented):
-    with pytest.raises(ConfigError, match=r"nothing fits 1 GiB: ZeRO 3, .* on the host with one image at a time"):
+    with pytest.raises(
+        ConfigError, match=r"nothing fits 1 GiB: ZeRO 3, .* on the host with one image at a time .* Take more GPUs"
+    ):
         recommend(load_recipe("vits16", {}), Cluster(Gpu("a GPU", 1.0), 1, 1), 1.0)
 
 

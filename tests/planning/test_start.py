@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 
 import dino_ds.planning.start as start_module
-from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
@@ -65,16 +64,30 @@ def test_what_is_chosen_fits(machine):
     assert start.config.micro_batch * start.config.accumulation * machine.ranks == recipe.data.global_batch
 
 
-def test_what_is_too_large_is_refused_with_what_takes_less():
-    small = dataclasses.replace(RTX3090, card_gib=4.0)
-    recipe, start = _given("zero1_bf16", small, **{"model.depth": "2"})
-    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB by prediction, and the GPU has 4.0: leave --ds") as caught:
-        check_fits(recipe, start, small)
-    words = str(caught.value).partition("add ")[2].partition(",")[0].split()
-    flags = {key.removeprefix("--ds."): value for key, value in zip(words[::2], words[1::2], strict=True)}
-    ds = change_ds_config(dict(start.ds), start.path, flags)
-    config = resolve_ds_config(ds, start.path, recipe.data.global_batch, 1, parameters=count_parameters(recipe))
-    assert config.micro_batch == start.config.micro_batch // 2 and "number_checkpoints auto; take" in str(caught.value)
+@pytest.mark.parametrize(
+    ("ds", "machine", "depth", "cure"),
+    [
+        ("zero1_bf16", dataclasses.replace(RTX3090, card_gib=4.0), 2, "leave --ds_config out, for one"),
+        ("zero0_fp32", Machine(2, 2, 6.0), 2, "add --ds.train_micro_batch_size_per_gpu 64"),
+        ("zero0_fp32", Machine(1, 1, 0.55), 12, "there are 0.6 to take (90 % of what is free): take the recipe"),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_too_large_is_refused_with_what_fits(ds, machine, depth, cure):
+    recipe, start = _given(ds, machine, **{"model.depth": str(depth)})
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB .*by prediction") as caught:
+        check_fits(recipe, start, machine)
+    message = str(caught.value)
+    assert cure in message and message.count("--config small") == 1
+    small = load_recipe("small", {})
+    if machine.card_gib is not None:
+        check_fits(recipe, planned_start(recipe, {}, machine), machine)
+        check_fits(small, planned_start(small, {}, machine), machine)
+        return
+    check_fits(small, named_start(small, start.ds, start.path, machine), machine)
+    if flags := re.findall(r"--ds\.(\S+) (\w+)", message):
+        changed = change_ds_config(dict(start.ds), start.path, dict(flags))
+        check_fits(recipe, named_start(recipe, changed, start.path, machine), machine)
 
 
 def test_the_host_s_memory_counts_too():
@@ -88,7 +101,7 @@ def test_the_host_s_memory_counts_too():
     with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, .* 6.0 to take .*: add --ds"):
         check_fits(recipe, start, cpu)
     with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
-        check_fits(recipe, start, dataclasses.replace(cpu, host_gib=1.0))
+        check_fits(recipe, start, dataclasses.replace(cpu, host_gib=0.01))
 
 
 def test_a_cpu_gives_what_is_free_and_what_the_ranks_have_taken_already(monkeypatch):

@@ -54,6 +54,7 @@ def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, 
     assert losses_of(cut) == losses_of(place / "runs/whole")
     assert f"note     data.root images is {place}/images: {cut} was started in {place}" in log_of(cut)
     assert "ds_config.json): bf16, ZeRO 1" in log_of(cut)
+    assert f"recipe   this run's own, as {cut}/config.yaml has it\n" in log_of(cut)
     assert "engine   ZeRO 1, bf16" in log_of(cut).rpartition("images   ")[2]
 
 
@@ -110,3 +111,20 @@ def _train_by_rank(folder: Path) -> str | None:
 
     os.chdir(folder)
     return train_words(["--run_dir", f"r-{distributed.rank()}", *flags(TINY | {"data.root": "images"})])
+
+
+def test_resume_without_a_folder_takes_the_only_run_or_lists_them_newest_first(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = f"nothing to resume: {tmp_path}/runs holds no run; name its folder with --run_dir"
+    assert train_words(["--resume"]) == message
+    for time, name in enumerate(("b", "new one", "a")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+        os.utime(tmp_path / "runs" / name, (time, time))
+    assert train_words(["--resume", "7"]) == (
+        "--resume 7 of which run? the newest first: --resume 7 --run_dir runs/a; --resume 7 --run_dir 'runs/new one'; "
+        "--resume 7 --run_dir runs/b"
+    )
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    assert "runs/new one" in str(train_words(["--resume"]))

@@ -281,5 +281,11 @@ def foreign_spec(name: str) -> ForeignSpec:
     base = name.partition(".")[0]
     if "." in name and re.fullmatch(r"\w+", base) and timm.is_model(base):
         raise ValueError(f"{name!r} names weights of timm's: give model.backbone {base} and model.init_from {name}")
-    near = ", ".join(difflib.get_close_matches(name, timm.list_models(), 3, 0.0))
+
+    def rank(known: str) -> tuple[float, int, str]:
+        """By the likeness of a name's beginning: vit_smal is vit_small_patch16_224, not davit_small; then by length."""
+        starts = {known[: len(name) + more] for more in range(3)}
+        return -round(max(difflib.SequenceMatcher(None, start, name).ratio() for start in starts), 2), len(known), known
+
+    near = ", ".join(sorted(timm.list_models(), key=rank)[:3])
     raise ValueError(f"{name!r} is neither timm's nor a class of yours as module:Class. The nearest are {near}")
