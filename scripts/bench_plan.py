@@ -86,7 +86,7 @@ def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int) -> dict[str, fl
     """
     arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "batch": batch}
     with patch.dict(os.environ, _EXACT_HEAP):
-        value = run_in_child("scripts.bench_plan:take_steps", 1, **arguments).value
+        value = run_in_child(take_steps, 1, **arguments).value
     return {**value, "ratio": value["predicted_mib"] / value["measured_mib"]}
 
 

@@ -26,7 +26,7 @@ CHECKOUT = _PACKAGE.parent
 BUCKET_ELEMENTS = 50_000_000
 # Buckets of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
-_REMOVED_LOGGERS = ("mlflow", "comet", "trackio")
+_REMOVED_LOGGERS = ("mlflow", "comet")
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 

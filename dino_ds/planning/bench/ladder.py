@@ -173,7 +173,7 @@ def _prepare(step: LadderStep, recipe: Recipe, batch: int, threads: int) -> tupl
         memory = ChildResult(None, peak.mib(), 0.0)
     else:
         arguments: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
-        memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", threads, **arguments)
+        memory = run_in_child(take_ladder_step, threads, **arguments)
         trial = build_ladder_step(step, recipe, batch)
     return memory, lambda: _run(step, trial)
 

@@ -53,7 +53,7 @@ def test_a_child_tells_its_own_peak_memory():
     """However large this process is: 150 MiB of work are seen as that, to 20 MiB of allocator and threads; by what a
     run writes into its metrics too."""
     ballast = torch.ones(2**27)
-    result = run_in_child("tests.planning.measure.test_trial:take_memory", threads=1, mib=150)
+    result = run_in_child(take_memory, threads=1, mib=150)
     assert result.value == [150 * 2**18, pytest.approx(result.peak_mib, abs=1)]
     assert result.peak_mib - result.imports_mib == pytest.approx(150, abs=20)
     assert ballast.sum() == ballast.numel() and result.peak_mib < resident_mib()
@@ -69,4 +69,4 @@ def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ChildFailed, match=says):
-        run_in_child("tests.planning.measure.test_trial:take_memory", threads=1, mib=1)
+        run_in_child(take_memory, threads=1, mib=1)
