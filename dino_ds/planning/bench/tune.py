@@ -96,7 +96,8 @@ class Search:
         """Predict a rank's memory as it will be measured; None for a backbone without an estimate."""
         on_gpu, ranks = device().type != "cpu", self._trials.ranks
         try:
-            memory = estimate_memory(setting.recipe, setting.config, ranks, on_gpu, 0 if on_gpu else self._libraries)
+            libraries = 0 if on_gpu else self._libraries
+            memory = estimate_memory(setting.recipe, setting.config, ranks, on_gpu, libraries, exact=False)
         except NotEstimated:
             return None
         return with_margins(memory, ranks) if on_gpu else memory
@@ -134,8 +135,6 @@ class Search:
     def _sizes(self) -> Iterator[int]:
         """Yield the micro-batches to try, smallest first, each at least half as large again as the one before."""
         batch, ranks, before = self._recipe.data.global_batch, self._trials.ranks, 0
-        if batch % ranks:
-            raise ConfigError(f"--data.global_batch {batch} can't be shared out over {ranks} ranks: take a multiple")
         for size in reversed(micro_batches(batch, ranks)):
             if size >= 1.5 * before or size == batch // ranks:
                 yield size
