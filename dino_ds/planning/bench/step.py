@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,7 @@ def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
     with (
         profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler,
         listen(record_function),
+        listen(torch.cuda.nvtx.range) if on_gpu else nullcontext(),
     ):
         for _ in range(_TRACED):
             step()
