@@ -22,7 +22,6 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.config.ds_values import LOGGER
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given
@@ -46,7 +45,7 @@ from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
 from dino_ds.run.from_recipe import check_lengths, loop_options
 from dino_ds.run.guards import FolderLock, guarded
-from dino_ds.run.loggers import open_logger
+from dino_ds.run.loggers import open_loggers
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog
 from dino_ds.run.resume_checks import OtherImages, describe_images, describe_settings, notes_on_changes
@@ -231,11 +230,11 @@ def _open_log(folder: RunFolder, saver: Saver, last_step: int, request: _Request
     if step < last_step:
         saver.check_space()
     with distributed.raise_on_all_ranks():
-        logger = open_logger(folder.config.raw.get(LOGGER), folder.path, str(folder.run_id))
+        loggers, lost = open_loggers(folder.config.raw, folder.path, str(folder.run_id))
     write_description(folder)
-    notes, tell = saver.tidy(), request.caller.tell if request.caller else None
+    notes, tell = [*lost, *saver.tidy()], request.caller.tell if request.caller else None
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(folder.path, step, logger, tell, request.options.verbose), notes
+            return RunLog(folder.path, step, loggers, tell, request.options.verbose), notes
         except OSError as error:
             raise unwritable(error.filename or folder.path, error) from None

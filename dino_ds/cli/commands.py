@@ -46,6 +46,10 @@ def function_of(command: str) -> Function:
             from dino_ds.planning.bench import ladder
 
             return ladder.run
+        case "bench tune":
+            from dino_ds.commands import tune
+
+            return tune.run
         case "bench inference":
             from dino_ds.planning.bench import inference
 

@@ -84,6 +84,13 @@ class Wandb(Section):
     team: _Text = option(None, "the entity; default: your own")
 
 
+class Trackio(Section):
+    enabled: Bool = option(..., "log there: trackio show opens the page")
+    project: _Text = option(None, "default dino_ds")
+    space_id: _Text = option(None, "a Hugging Face Space to log to; default: files of this machine")
+    server_url: _Text = option(None, "a server of your own to log to")
+
+
 class DsJson(Section):
     """A ds JSON."""
 
@@ -105,6 +112,7 @@ class DsJson(Section):
         None, "recompute blocks in the backward pass (by dino_ds)"
     )
     wandb: Wandb = option(None, "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)")
+    trackio: Trackio = option(None, "metrics also go to trackio (pip install trackio)")
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")
 
 

@@ -17,8 +17,8 @@ from dino_ds.errors import ConfigError
 COPIED_WEIGHTS = 500_000_000
 """Weights of the largest teacher that is copied by default, a ViT-L with its heads. Without the copy, casts would be
 a quarter of its kernel launches; for larger teachers memory is worth more."""
-LOGGER = "wandb"
-"""The section of the metric logger. It is not passed to DeepSpeed, which would synchronize the device in each step."""
+LOGGERS = ("wandb", "trackio")
+"""The sections of metric loggers. They are not passed to DeepSpeed, which would synchronize the device in each step."""
 Bool = Annotated[bool, Strict()]
 
 
@@ -72,7 +72,7 @@ class DsConfig:
 
     @property
     def for_deepspeed(self) -> dict[str, Any]:
-        return {key: value for key, value in self.raw.items() if key != LOGGER}
+        return {key: value for key, value in self.raw.items() if key not in LOGGERS}
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
         """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a

@@ -122,6 +122,23 @@ class BenchLadderOptions(BenchOptions):
     steps: _Steps = 7
 
 
+@command("bench tune", "measure", takes_recipe=True, takes_ds=True)
+class BenchTuneOptions:
+    """the largest and the fastest micro-batch, loader processes and levers of this machine, by measuring"""
+
+    minutes: Positive = option(5.0, "time of the search, about")
+    ranks: Count | None = option(None, "processes", shown="one a GPU, or 1")
+    threads: Count | None = option(None, "threads of a process's operators", shown="its share of the cores")
+    memory_gib: Gib | None = option(
+        None, "memory that a process may take", shown="the GPU's, or 90 % of the free host memory"
+    )
+    out: str = option("tune.html", "the page; its figures are in the .json beside it")
+    write: str | None = option(None, "new folder for the recipe and the ds JSON that were found")
+    profile: str | None = option(None, "folder for torch's trace of the tuned step")
+    resume: bool = option(False, "go on with the trials that the .json has")
+    json: Json = False
+
+
 @command("bench inference", "measure")
 class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, interleaved"""

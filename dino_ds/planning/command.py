@@ -173,6 +173,7 @@ def page(result: Mapping[str, Any]) -> str:
         *[f"warning: {line}" for line in result["warnings"]],
         *[f"note: {line}" for line in result["notes"]],
     ]
+    lines.append("note: dino-ds bench tune measures on the machine itself what is predicted here")
     if result["written"]:
         lines.append(f"written: {result['written']}")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis. levels: horizontal lines by name. zero: 0 is on the y axis."""
+    """Curves over one x axis, named by `x`. levels: horizontal lines by name. zero: 0 is on the y axis."""
 
     title: str
     unit: str
@@ -38,6 +38,7 @@ class Chart:
     levels: Mapping[str, float]
     zero: bool = False
     small: bool = False
+    x: str = "steps"
 
 
 @dataclass(frozen=True)

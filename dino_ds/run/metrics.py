@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -86,6 +86,7 @@ class Clock:
 class Logger(NamedTuple):
     """A service that takes metrics. `write` gets values by name and their step. Both functions may raise any error."""
 
+    name: str
     write: Callable[[Mapping[str, float], int], object]
     close: Callable[[], object]
 
@@ -93,8 +94,8 @@ class Logger(NamedTuple):
 class RunLog:
     """Writes the growing files of a run folder, and the console.
 
-    On a resume at `step`, lines of later steps are removed first: they will be written again. `logger` gets the numbers
-    too; a logger that fails is dropped. `tell` is called with every line of metrics.jsonl.
+    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` get the numbers
+    too; one that fails is dropped. `tell` is called with every line of metrics.jsonl.
     verbose: whether the console shows details too.
     """
 
@@ -102,11 +103,11 @@ class RunLog:
         self,
         run_dir: Path,
         step: int,
-        logger: Logger | None = None,
+        loggers: Sequence[Logger] = (),
         tell: Callable[[dict[str, Any]], None] | None = None,
         verbose: bool = False,
     ) -> None:
-        self._logger, self._tell, self._verbose = logger, tell, verbose
+        self._loggers, self._tell, self._verbose = [*loggers], tell, verbose
         self._file, self._text, self._events, self._board = None, None, None, None
         self._bar: tqdm[Any] | None = None
         self._lost: set[str] = set()
@@ -135,7 +136,7 @@ class RunLog:
                 self._append(self._events, event.record)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the logger."""
+        """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
         if self._file is None:
             return
         rounded = {name: _rounded(value) for name, value in record.items()}
@@ -144,12 +145,14 @@ class RunLog:
             if name != "step" and isinstance(value, (int, float)):
                 self._show("add_scalar", name, value, record["step"])
         numbers = {name: v for name, v in rounded.items() if name != "step" and isinstance(v, (int, float))}
-        if self._logger is not None:
+        for logger in [*self._loggers]:
             try:
-                self._logger.write(numbers, record["step"])
+                logger.write(numbers, record["step"])
             except Exception as error:  # of any package or network: training goes on
-                self._logger = None
-                self.info(f"warning  wandb takes no more metrics: {one_line(error)}; metrics.jsonl has them all")
+                self._loggers.remove(logger)
+                self.info(
+                    f"warning  {logger.name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all"
+                )
         if self._tell is not None:
             self._tell(rounded)
 
@@ -192,9 +195,9 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        if self._logger is not None:
+        for logger in self._loggers:
             with suppress(Exception):
-                self._logger.close()
+                logger.close()
         for thing in (self._bar, self._file, self._text, self._events, self._board):
             if thing is not None:
                 with suppress(OSError):

@@ -40,7 +40,7 @@ class Reports:
         self._began = 0.0, 0
         self._newest: MicroStep | None = None
         """Of steps without a line of metrics."""
-        self._said_constant = False
+        self._said_constant = self._said_wait = False
         warmup = run.step.schedules.warmup_steps
         objective = run.step.objective
         self._collapse: list[tuple[tuple[str, ...], CollapseAlarm | SpreadAlarm]] = [
@@ -122,6 +122,9 @@ class Reports:
         run, rate = self._run, record["images_per_second"]
         waits = record["data_wait_fraction"]
         waiting = f", waits for data {100 * waits:.0f} % of the time" if waits > _LONG_WAIT else ""
+        if waiting and not self._said_wait:
+            self._said_wait = True
+            waiting += " (dino-ds bench tune finds the loader processes that help)"
         losses = {name: record.get(f"{name}_loss") for name in run.step.objective.terms}
         terms = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None)
         loss = f"loss {record['loss']:.3f}{f' ({terms})' if terms else ''}"

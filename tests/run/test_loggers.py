@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.run.loggers import open_logger
+from dino_ds.run.loggers import open_loggers
 from dino_ds.run.metrics import RunLog
 from tests.run.harness import image_folder, read_metrics, train_tiny
 
@@ -81,7 +81,27 @@ def test_offline_wandb_has_every_number_and_a_resume_goes_on(root, tmp_path, mon
     assert _wandb_history(run) == _numbers(run)
 
 
+@pytest.mark.slow
+def test_trackio_has_every_number_over_a_resume_and_a_missing_server_stops_no_run(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    sections, run = _config(trackio={"enabled": "true", "project": "mine"}), tmp_path / "run"
+    assert train_tiny(root, run, max_steps=2, ds_changes=sections) is None
+    assert train_tiny(root, run, max_steps=4, resume=True, ds_changes=sections) is None
+    (name,) = SQLiteStorage.get_runs("mine")
+    found: dict[int, dict[str, float]] = {}
+    for line in SQLiteStorage.get_logs("mine", name):
+        found.setdefault(line.pop("step"), {}).update({k: v for k, v in line.items() if k != "timestamp"})
+    assert found == _numbers(run)
+    gone = _config(trackio={"enabled": "true", "server_url": "http://127.0.0.1:1"})
+    assert train_tiny(root, tmp_path / "other", max_steps=1, ds_changes=gone) is None
+
+
 class _Broken:
+    name = "wandb"
+
     def __init__(self):
         self.asked = 0
 
@@ -95,7 +115,7 @@ class _Broken:
 
 def test_a_service_that_fails_is_left_out_once_and_training_goes_on(tmp_path, capsys):
     broken = _Broken()
-    log = RunLog(tmp_path, 0, broken)
+    log = RunLog(tmp_path, 0, [broken])
     for step in (1, 2):
         log.write({"step": step, "loss": 1.5})
     log.close()
@@ -121,7 +141,10 @@ def test_what_can_t_be_used_is_refused_before_the_run_begins(root, tmp_path, mon
     monkeypatch.setattr("dino_ds.run.loggers.find_spec", lambda name: name)
     monkeypatch.setattr("dino_ds.run.loggers._open_wandb", _fails)
     with pytest.raises(ConfigError, match="wandb does not start: no key; set it up"):
-        open_logger({"enabled": True}, tmp_path, "0123456789abcdef")
+        open_loggers({"wandb": {"enabled": True}}, tmp_path, "0123456789abcdef")
+    monkeypatch.setattr("dino_ds.run.loggers._open_trackio", _fails)
+    loggers, (warning,) = open_loggers({"trackio": {"enabled": True}}, tmp_path, "0123456789abcdef")
+    assert not loggers and "trackio does not start: no key; metrics.jsonl has all metrics" in warning
 
 
 def _fails(*given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,8 @@ def _peak_memory(recipe: Recipe, ds: dict[str, Any], ds_path: str, batch: int, t
     """Measure peak memory in a child process; {} with several ranks, where it is read in this process later."""
     if distributed.world_size() > 1:
         return {}
-    arguments = {"recipe": recipe.model_dump(mode="json"), "ds": ds}
-    child = run_in_child(take_steps, threads, **arguments, ds_path=ds_path, batch=batch)
+    arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "ds_path": ds_path}
+    child = run_in_child(take_steps, threads, batch=batch, **arguments)
     return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
 
 
@@ -114,7 +114,7 @@ def _measure(
         steps = {name: _step_of(*pair, feeds if options.data else None) for name, pair in resolved.items()}
         runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
         timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
-        traced = {name: _trace(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
+        traced = {name: trace_steps(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     steps.clear()
     runs.clear()
@@ -130,17 +130,18 @@ def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Calla
     trial = build_trial(recipe, config)
     if feeds is None:
         return trial.run
-    feed = feeds.enter_context(closing(real_feed(recipe, trial)))
+    feed = feeds.enter_context(closing(real_feed(recipe, config.micro_batch)))
     return lambda: run_on_data(trial, feed, recipe.seed)
 
 
-def _trace(step: Callable[[], object], folder: Path) -> dict[str, str]:
+def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
     """Profile a few steps with torch into trace.json, parts included; return its path and a table of operators."""
     on_gpu, rank = torch.cuda.is_available(), distributed.rank()
     path = folder / (f"trace_rank{rank}.json" if rank else _TRACE)
     with (
         profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler,
         listen(record_function),
+        listen(torch.cuda.nvtx.range) if on_gpu else nullcontext(),
     ):
         for _ in range(_TRACED):
             step()

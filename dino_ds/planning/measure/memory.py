@@ -10,18 +10,24 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from dino_ds.basics.durable import replacing
 from dino_ds.basics.own_code import allow_code, allowed_code
+from dino_ds.basics.ports import find_free_port
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.errors import UserError
+from dino_ds.errors import UserError, is_out_of_memory, one_line
 
 MIB = 2**20
+_LOOK_SECONDS = 0.03
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,6 +51,10 @@ class ChildResult:
     imports_mib: float
 
 
+class ChildOutOfMemory(ChildFailed):
+    """A process was ended for the memory that it took, or its allocator had none left."""
+
+
 class GpuPeak:
     """Peak GPU memory since this object was made, beyond what the allocator held then."""
 
@@ -56,42 +66,113 @@ class GpuPeak:
         return (torch.cuda.max_memory_allocated() - self._held) / MIB
 
 
-def run_in_child(function: Callable[..., Any], threads: int, **kwargs: Any) -> ChildResult:
-    """Call `function`, of a module's top level, with `kwargs` in a new process of one rank.
+@dataclass(frozen=True)
+class ChildLimits:
+    """What the processes of `run_in_child` may take: gib of memory each, a GPU's if there is one, and seconds."""
 
-    Arguments and value must be plain JSON. Raises ChildFailed.
+    ranks: int = 1
+    gib: float | None = None
+    seconds: float | None = None
+
+
+def run_in_child(
+    function: Callable[..., Any], threads: int, limits: ChildLimits | None = None, **kwargs: Any
+) -> ChildResult:
+    """Call a module's `function` with `kwargs` in new processes, one a rank; the result is rank 0's.
+
+    Arguments and value must be plain JSON. Raises ChildFailed, and ChildOutOfMemory for lack of memory.
     """
+    limits = limits or ChildLimits()
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
+    call: dict[str, Any] = {"module": function.__module__, "name": function.__name__, "kwargs": kwargs}
+    call |= {"code": allowed_code(), "limit_gib": limits.gib}
     with tempfile.TemporaryDirectory() as folder:
-        call = json.dumps(
-            {"module": function.__module__, "name": function.__name__, "kwargs": kwargs, "code": allowed_code()}
-        )
-        result = Path(folder, "result.json")
+        words, result, printed = (Path(folder, name) for name in ("call.json", "result.json", "printed.txt"))
+        words.write_text(json.dumps(call))
         command = [sys.executable, "-c", "from dino_ds.planning.measure.memory import _child; _child()", str(result)]
-        done = subprocess.run(command, env=environment, input=call, capture_output=True, text=True)
-        if done.returncode == -signal.SIGKILL:
-            raise ChildFailed("a measuring process was killed, most likely for its memory: take a smaller --batch")
-        if done.returncode or not result.exists():
-            printed = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            reason = printed[-1] if printed else "it printed nothing"
+        processes, port = list[psutil.Popen](), find_free_port()
+        with printed.open("wb") as output:
+            for rank in range(limits.ranks):
+                variables = environment | (_rank_variables(rank, limits.ranks, port) if limits.ranks > 1 else {})
+                with words.open() as given:
+                    processes.append(
+                        psutil.Popen(command, env=variables, stdin=given, stdout=output, stderr=subprocess.STDOUT)
+                    )
+        _wait(processes, limits)
+        if any(process.returncode for process in processes) or not result.exists():
+            lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
+            reason = lines[-1] if lines else "it printed nothing"
             raise ChildFailed(f"a measuring process ended without a result: {reason}")
-        return ChildResult(**json.loads(result.read_text()))
+        answer = json.loads(result.read_text())
+        if "out_of_memory" in answer:
+            raise ChildOutOfMemory(f"a measuring process ran out of memory: {answer['out_of_memory']}")
+        return ChildResult(**answer)
+
+
+def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
+
+
+def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> None:
+    """Wait until all processes have ended; end them at a limit, or when one has failed. Raises ChildFailed."""
+    end = float("inf") if limits.seconds is None else time.monotonic() + limits.seconds
+    most = float("inf") if limits.gib is None or torch.cuda.is_available() else limits.gib  # a GPU's is the allocator's
+    try:
+        while any(process.poll() is None for process in processes):
+            time.sleep(_LOOK_SECONDS)
+            sizes = [_resident_gib(process) for process in processes]
+            if max(sizes) > most:
+                raise ChildOutOfMemory(f"a measuring process took {max(sizes):.2f} GiB, more than {most:.2f}")
+            if any(process.poll() == -signal.SIGKILL for process in processes):
+                raise ChildOutOfMemory(
+                    "a measuring process was killed, most likely for its memory: take a smaller --batch"
+                )
+            if any(process.poll() for process in processes):
+                return
+            if time.monotonic() > end:
+                raise ChildFailed(f"a measuring process had not ended after {limits.seconds:.0f} s")
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+            process.wait()
+
+
+def _resident_gib(process: psutil.Popen) -> float:
+    try:
+        return float(process.memory_info().rss) / 2**30
+    except psutil.Error:  # it has ended meanwhile
+        return 0.0
 
 
 def _child() -> None:
-    """Make the call of `run_in_child` in the new process, and write the result to the file that the command names."""
+    """Make the call of `run_in_child` in a new process; rank 0 writes the result to the file that the command names."""
+    with suppress(OSError):  # the kernel, if memory runs out, ends this process rather than another
+        Path("/proc/self/oom_score_adj").write_text("1000")
     call = json.load(sys.stdin)
     import dino_ds.planning.measure.trial as _libraries  # noqa: F401
+    from dino_ds.engine import distributed
     from dino_ds.engine.device import resident_mib
     from dino_ds.engine.process import init_distributed
 
     init_distributed()
     allow_code(call["code"])
+    if torch.cuda.is_available() and call["limit_gib"] is not None:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, call["limit_gib"] * 2**30 / total))
     function = getattr(importlib.import_module(call["module"]), call["name"])
     imports = resident_mib()
-    value = function(**call["kwargs"])
-    result = {"value": value, "peak_mib": resident_mib(peak=True), "imports_mib": imports}
-    Path(sys.argv[1]).write_text(json.dumps(result))
+    try:
+        value = function(**call["kwargs"])
+        result = {"value": value, "peak_mib": resident_mib(peak=True), "imports_mib": imports}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        result = {"out_of_memory": one_line(error, 200)}
+    if distributed.rank() == 0 or "out_of_memory" in result:
+        with replacing(Path(sys.argv[1])) as file:
+            file.write_text(json.dumps(result))
     os._exit(0)  # an orderly exit gains nothing here, and DeepSpeed's takes a second

@@ -21,7 +21,7 @@ from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
-from dino_ds.engine.device import fp16_supported
+from dino_ds.engine.device import device, fp16_supported
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_prefetcher, build_step
@@ -63,12 +63,11 @@ def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
             step.micro_batch(inputs, prefetcher.prefetch)
 
 
-def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
+def real_feed(recipe: Recipe, micro_batch: int) -> DevicePrefetcher:
     """The batches that `train` would take, from its first step on. Raises DataError."""
-    data, engine = recipe.data, trial.step.engine
-    source = training_images(data, recipe.eval.val_share)
+    source = training_images(recipe.data, recipe.eval.val_share)
     recipe, _ = with_image_settings(recipe, source)
-    return build_prefetcher(recipe, source, engine.config.micro_batch, engine.device, Position())
+    return build_prefetcher(recipe, source, micro_batch, device(), Position())
 
 
 def begin(batch: int | None, threads: int, one_process: str = "") -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import time
 
 import pytest
 import torch
 
 from dino_ds.config.crops import all_crops
+from dino_ds.engine import distributed
 from dino_ds.engine.device import memory_gib, resident_mib
 from dino_ds.engine.process import init_distributed
-from dino_ds.planning.measure.memory import ChildFailed, run_in_child
+from dino_ds.planning.measure.memory import ChildFailed, ChildLimits, ChildOutOfMemory, run_in_child
 from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import copied
@@ -53,11 +55,24 @@ def test_a_child_tells_its_own_peak_memory():
     """However large this process is: 150 MiB of work are seen as that, to 20 MiB of allocator and threads; by what a
     run writes into its metrics too."""
     ballast = torch.ones(2**27)
-    result = run_in_child("tests.planning.measure.test_trial:take_memory", threads=1, mib=150)
+    result = run_in_child(take_memory, threads=1, mib=150)
     assert result.value == [150 * 2**18, pytest.approx(result.peak_mib, abs=1)]
     assert result.peak_mib - result.imports_mib == pytest.approx(150, abs=20)
     assert ballast.sum() == ballast.numel() and result.peak_mib < resident_mib()
     gc.collect()
+
+
+def take_long():
+    return distributed.world_size() if distributed.world_size() > 1 else time.sleep(60)
+
+
+@pytest.mark.slow
+def test_children_end_at_their_limits_and_several_are_ranks():
+    with pytest.raises(ChildOutOfMemory, match=r"took 0\.\d\d GiB, more than 0\.05"):
+        run_in_child(take_memory, 1, ChildLimits(gib=0.05), mib=150)
+    with pytest.raises(ChildFailed, match="had not ended after 1 s"):
+        run_in_child(take_long, 1, ChildLimits(seconds=1.0))
+    assert run_in_child(take_long, 1, ChildLimits(ranks=2)).value == 2
 
 
 @pytest.mark.parametrize(
@@ -69,4 +84,4 @@ def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ChildFailed, match=says):
-        run_in_child("tests.planning.measure.test_trial:take_memory", threads=1, mib=1)
+        run_in_child(take_memory, threads=1, mib=1)

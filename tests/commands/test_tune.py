@@ -1,0 +1,156 @@
+"""`dino-ds bench tune` finds what is made up for it: a memory limit, a slow loader, a lever that gains, and noise."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from statistics import median
+
+import pytest
+
+from dino_ds.commands import tune
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError, OutOfMemory
+from dino_ds.options.commands import BenchTuneOptions, find_command
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
+from dino_ds.planning.bench import trials
+from dino_ds.planning.measure.memory import ChildOutOfMemory, ChildResult
+from tests.planning.measure.tiny import TINY
+
+GIVEN = {**TINY, "data.global_batch": "64", "crops.num_local": "2"}
+MOST_IMAGES = 16
+"""Micro-batch beyond which the made-up machine has no memory, whatever the planner predicts."""
+
+
+class Machine:
+    """Answers trials as a machine would on which a step and a micro-batch have a cost of their own, an image costs half
+    without recomputation, and each loader process loads 10 images/s of the 15 that the step takes."""
+
+    def __init__(self):
+        self.calls, self.noise, self.interrupt_at = [], 0.0, None
+
+    def __call__(self, function, threads, limits, seconds, **words):
+        self.calls.append(function.__name__)
+        if len(self.calls) == self.interrupt_at:
+            raise KeyboardInterrupt
+        if function is trials.measure_step:
+            return ChildResult(self._step(words), 0.0, 0.0)
+        if function is trials.measure_loader:
+            return ChildResult({"images_per_second": 10.0 * max(1, words["recipe"]["data"]["workers"])}, 0.0, 0.0)
+        return ChildResult({"milliseconds": dict.fromkeys(trials.STAGES, 1.0)}, 0.0, 0.0)
+
+    def _step(self, words):
+        setting, recipe = words["setting"], words["setting"]["recipe"]
+        micro = setting["ds"]["train_micro_batch_size_per_gpu"]
+        if micro > MOST_IMAGES:
+            raise ChildOutOfMemory(f"a measuring process took {micro} GiB")
+        recomputed = "activation_checkpointing" in setting["ds"]
+        images = setting["batch"]
+        parts = {"student": images * (1 + recomputed) / 30 + 0.1 * images / micro, "optimizer": 0.1}
+        if words.get("real_images"):
+            loaded = images / (10.0 * max(1, recipe["data"]["workers"]))
+            parts["data"] = max(0.0, loaded - sum(parts.values()))
+        wobble = [1.0, 1.0 + self.noise, 1.0 - self.noise, 1.0]
+        return {"seconds": [sum(parts.values()) * w for w in wobble], "parts": parts, "peak_mib": 100.0 * micro}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    made = Machine()
+    monkeypatch.setattr(trials, "run_in_child", made)
+    monkeypatch.setattr("dino_ds.planning.bench.tune.usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(trials, "_busy_seconds", lambda: 0.0)
+    return made
+
+
+def _tune(tmp_path, ds="ds_configs/zero2_bf16_checkpointing.json", changes=(), **options):
+    recipe = load_recipe("vitti16", {**GIVEN, "data.source": "photos", **dict(changes)})
+    tmp_path.mkdir(exist_ok=True)
+    given = BenchTuneOptions(**{"out": str(tmp_path / "tune.html"), **options})
+    return tune.run(given, recipe=recipe, ds=load_ds_config(ds, {}), ds_path=ds)
+
+
+def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
+    """The largest micro-batch is the limit's, the fewest loader processes without a wait are two, and what gains is to
+    leave recomputation out; the ratio is that of the made-up costs."""
+    result = _tune(tmp_path, changes={"data.global_batch": "16"})
+    facts = result.data
+    assert facts["workers"] == 2 and facts["loaders"][1]["wait"] > 0.2 > tune.ENOUGH_WAIT > facts["loaders"][2]["wait"]
+    as_given, tuned = (facts["pair"][name]["rates"][0] for name in ("as given", "tuned"))
+    assert as_given == pytest.approx(16 / (16 * 2 / 30 + 0.2))
+    assert tuned == pytest.approx(16 / (16 / 30 + 0.2)) and f"{tuned / as_given:.2f} times" in facts["verdict"]
+    assert "this device has no fp16" in facts["skipped"]["zero2_fp16"]
+    page = (tmp_path / "tune.html").read_text()
+    assert page.count("<svg") == 3 and "Levers" in page and json.loads((tmp_path / "tune.json").read_text())["result"]
+    assert "images   made up" not in page and "noise" not in page
+
+
+def test_the_printed_command_gives_the_settings_that_were_found(machine, tmp_path):
+    """Read again, it is the recipe that was given with the loader processes that were found, and the best ds JSON."""
+    for resume, written in ((False, None), (True, str(tmp_path / "tuned"))):
+        facts = _tune(tmp_path, write=written, resume=resume).data
+        words = shlex.split(facts["command"])
+        command, rest = find_command(words[1:])
+        _, files = read(command, parse_flags(command, rest))
+        assert files["recipe"] == load_recipe("vitti16", {**GIVEN, "data.source": "photos", "data.workers": "2"})
+        assert files["ds"]["train_micro_batch_size_per_gpu"] == MOST_IMAGES
+        assert files["ds"]["gradient_accumulation_steps"] == 4 and "activation_checkpointing" not in files["ds"]
+
+
+def test_a_limit_below_the_prediction_is_found_by_running(machine, tmp_path):
+    facts = _tune(tmp_path).data
+    assert max(n for n, size in facts["sizes"].items() if not size["failed"]) == MOST_IMAGES
+    assert "took 32 GiB" in facts["limited_by"] and "as given, it does not run here" in facts["verdict"]
+
+
+def test_what_is_within_the_spread_is_equal_and_the_smaller_micro_batch_is_taken(machine, tmp_path):
+    machine.noise = 0.5
+    facts = _tune(tmp_path, ds="ds_configs/zero2_bf16.json").data
+    sizes = {size: result for size, result in facts["sizes"].items() if not result["failed"]}
+    (taken,) = (size for size in sizes if f"--ds.train_micro_batch_size_per_gpu {size} " in facts["command"])
+    assert taken < max(sizes) and median(sizes[taken]["rates"]) < median(sizes[max(sizes)]["rates"])
+
+
+def test_other_programs_that_keep_cores_busy_are_said(machine, tmp_path, monkeypatch):
+    times = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(trials, "_busy_seconds", lambda: float(next(times)))
+    assert "noise" in _tune(tmp_path).page
+
+
+def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path):
+    machine.interrupt_at = 9
+    result = _tune(tmp_path)
+    assert isinstance(result.error, KeyboardInterrupt) and "Micro-batches" in result.page
+    machine.interrupt_at, before = None, len(machine.calls)
+    with pytest.raises(ConfigError, match=r"tune.html exists: --resume goes on"):
+        _tune(tmp_path)
+    whole = _tune(tmp_path, resume=True)
+    assert whole.error is None and whole.data["workers"] == 2
+    assert len(machine.calls) - before + 8 == machine_calls_of_a_whole_search(tmp_path, machine)
+
+
+def machine_calls_of_a_whole_search(tmp_path, machine):
+    machine.calls.clear()
+    _tune(tmp_path / "again")
+    return len(machine.calls)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"out": "tune.pdf"}, "must be an .html file"),
+        ({"out": "nowhere/tune.html"}, "in a folder that exists"),
+        ({"ranks": 3}, "global batch 64 is not a multiple of ranks 3"),
+    ],
+)
+def test_what_can_not_be_tuned_is_refused(machine, tmp_path, options, says):
+    with pytest.raises(ConfigError, match=says):
+        _tune(tmp_path, **options)
+
+
+def test_a_batch_that_never_fits_names_the_largest_part(machine, tmp_path):
+    result = _tune(tmp_path, memory_gib=0.01)
+    assert isinstance(result.error, OutOfMemory) and "most of its memory for libraries" in str(result.error)
+    assert not machine.calls
