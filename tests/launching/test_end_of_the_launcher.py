@@ -97,6 +97,6 @@ def test_a_run_ends_saved_with_what_started_it(launcher, name, target, tmp_path)
             with suppress(psutil.Error):
                 process.kill()
     assert "stopped  by " in job.output.read_text()
-    saved = (job.run / "checkpoints/latest").read_text()
+    saved = (job.run / "checkpoints/latest").read_text().strip()
     steps = (job.run / "metrics.jsonl").read_text().count("\n")
     assert saved == f"step_{steps:08d}" and not (job.run / "lock").exists()
