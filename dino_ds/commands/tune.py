@@ -22,8 +22,8 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.bench.trials import Measured, Setting, Trials, beats
-from dino_ds.planning.bench.tune import ENOUGH_WAIT, Found, Search
+from dino_ds.planning.bench.trials import Measurement, Setting, Trials, beats
+from dino_ds.planning.bench.tune import ENOUGH_WAIT, Findings, Search
 from dino_ds.planning.fit import FILLED
 from dino_ds.planning.host import find_machine
 from dino_ds.planning.measure.host import describe_host, host_line
@@ -111,7 +111,7 @@ def _remarks(trials: Trials, recipe: Recipe) -> list[str]:
     ]
 
 
-def _verdict(found: Found) -> str:
+def _verdict(found: Findings) -> str:
     """What the search has found, in a sentence."""
     if "tuned" not in found.pair or not found.pair["tuned"].rates:
         return "not finished: the reasons are below"
@@ -126,7 +126,7 @@ def _verdict(found: Found) -> str:
     return f"{gain}{learned}" if beats(tuned, shipped) else f"no faster than as given, within the spread: {gain}"
 
 
-def _command(found: Found, recipe: Recipe, ranks: int, folder: Path | None) -> str:
+def _command(found: Findings, recipe: Recipe, ranks: int, folder: Path | None) -> str:
     """The command that trains with what was found, or "" if nothing was; also written to `folder`, if given."""
     if found.best is None:
         return ""
@@ -174,12 +174,12 @@ def _ds_words(best: Setting) -> list[str]:
     return [word for key, value in {**best.changes, **sizes}.items() for word in (f"--ds.{key}", str(value))]
 
 
-def _figures(result: Measured) -> tuple[str, ...]:
+def _figures(result: Measurement) -> tuple[str, ...]:
     spread = f"{100 * result.spread:.0f} %"
     return number(result.images_per_second, 3), spread, gib(result.peak_mib / 1024)
 
 
-def _tables(found: Found, trials: Trials) -> list[Table]:
+def _tables(found: Findings, trials: Trials) -> list[Table]:
     """The parts of the page that have rows."""
     sizes = [
         (str(size), gib(found.predicted_gib[size]), *(("–", "–", "–") if result.failed else _figures(result)))
@@ -212,7 +212,7 @@ def _tables(found: Found, trials: Trials) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _charts(found: Found) -> list[Chart]:
+def _charts(found: Findings) -> list[Chart]:
     """Throughput and memory over the micro-batch, and the wait over the loader processes."""
     ran = {size: result for size, result in found.sizes.items() if not result.failed}
     rates = _curve({size: result.images_per_second for size, result in ran.items()})
@@ -232,7 +232,7 @@ def _curve(points: Mapping[int, float]) -> Curve:
     return Curve(np.array([*points], float), np.array([*points.values()], float))
 
 
-def _parts(found: Found) -> list[tuple[str, str, list[tuple[int, float]]]]:
+def _parts(found: Findings) -> list[tuple[str, str, list[tuple[int, float]]]]:
     """Bars of the parts of a step, as given and tuned, in seconds."""
     return [
         (f"{part}, {name}", f"{result.parts[part]:.3g} s", [(_COLORS[name], result.parts[part])])

@@ -79,7 +79,7 @@ class Setting:
 
 
 @dataclass
-class Measured:
+class Measurement:
     """The measured steps of a setting. rates: images/s of each; rounds: median of each round; parts: seconds of a
     whole step by part; peak_mib: peak memory of a rank; failed: why there are none."""
 
@@ -100,7 +100,7 @@ class Measured:
         return max(high - low, max(self.rounds) - min(self.rounds)) / self.images_per_second
 
 
-def beats(one: Measured, other: Measured) -> bool:
+def beats(one: Measurement, other: Measurement) -> bool:
     """Whether `one` is faster than `other` by more than both spreads."""
     margin = max(one.spread, other.spread)
     return one.images_per_second > other.images_per_second * (1 + margin)
@@ -172,9 +172,9 @@ class Trials:
         words = {"recipe": recipe, "ds": ds, "ds_path": setting.path, "batch": setting.measured_batch}
         return self.run(measure_step, seconds, setting=words, number=number, **kwargs)
 
-    def compare(self, settings: list[Setting], seconds: float, rounds: int = 2) -> dict[str, Measured]:
+    def compare(self, settings: list[Setting], seconds: float, rounds: int = 2) -> dict[str, Measurement]:
         """Measure settings in rounds, every second one in reverse order, so that a disturbance meets all alike."""
-        results = {setting.name: Measured() for setting in settings}
+        results = {setting.name: Measurement() for setting in settings}
         for number in range(rounds):
             top = max((result.images_per_second for result in results.values() if result.rates), default=0.0)
             for setting in tqdm(settings[:: -1 if number % 2 else 1], desc="trials", leave=False, disable=None):
@@ -183,7 +183,7 @@ class Trials:
                     self._add(result, self.step(setting, seconds, number), setting)
         return results
 
-    def _add(self, result: Measured, trial: dict[str, Any], setting: Setting) -> None:
+    def _add(self, result: Measurement, trial: dict[str, Any], setting: Setting) -> None:
         """Add a trial to a setting's result; a later round for which no time is left takes nothing away."""
         if "failed" in trial:
             result.failed = "" if result.rates else trial["failed"]

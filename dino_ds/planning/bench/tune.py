@@ -16,7 +16,7 @@ from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, NotEstimated, OutOfMemory
-from dino_ds.planning.bench.trials import Measured, Setting, Trials, beats, measure_loader, measure_stages
+from dino_ds.planning.bench.trials import Measurement, Setting, Trials, beats, measure_loader, measure_stages
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
 ENOUGH_WAIT = 0.02
@@ -28,7 +28,7 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.5, 10.0
 
 
 @dataclass
-class Found:
+class Findings:
     """What a search has found so far.
 
     Attributes:
@@ -42,15 +42,15 @@ class Found:
 
     predicted_gib: dict[int, float | None] = field(default_factory=dict)
     limited_by: str = ""
-    sizes: dict[int, Measured] = field(default_factory=dict)
+    sizes: dict[int, Measurement] = field(default_factory=dict)
     loaders: dict[int, dict[str, float]] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
-    levers: dict[str, Measured] = field(default_factory=dict)
+    levers: dict[str, Measurement] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     workers: int | None = None
     best: Setting | None = None
-    pair: dict[str, Measured] = field(default_factory=dict)
+    pair: dict[str, Measurement] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -62,7 +62,7 @@ class Search:
 
     def __init__(self, recipe: Recipe, ds: dict[str, Any], path: str, trials: Trials) -> None:
         self._recipe, self._ds, self._path, self._trials = recipe, ds, path, trials
-        self.found = Found()
+        self.found = Findings()
         self._libraries = round(memory_gib() * GIB)
 
     def run(self) -> None:
