@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dino_ds.basics.durable import check_absent, replacing_folder, why_not_writable
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.stages import home_of
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.options.definition import Result
@@ -161,6 +161,6 @@ def _train(embedded: Embedded) -> str:
     """The command that trains as the run whose features these are, if a run made them and is no stage."""
     recipe = home_of(embedded.about["origin"]["model"]).folder / "config.yaml"
     with suppress(ConfigError):
-        if recipe.is_file() and load_recipe(str(recipe), {}).stage_start is None:
+        if recipe.is_file() and recorded_recipe(recipe).stage_start is None:
             return f"dino-ds train --config {shlex.quote(str(recipe))}"
     return "dino-ds train"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dino_ds.config.begun_with import own_recipe
 from dino_ds.config.fields import IMAGE_FORMS
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, home_of
 from dino_ds.data.base import Source, UnreadableImage
@@ -55,7 +55,7 @@ def crop_pct_of(model: str, side: int) -> float | None:
     or where its images are not on this machine or of the user's own source."""
     home = home_of(model)
     try:
-        data = load_recipe(str(home.folder / "config.yaml"), {}).data if home.is_run else None
+        data = recorded_recipe(home.folder / "config.yaml").data if home.is_run else None
         if data is None or ":" in f"{data.source} {data.place}":
             return None
         source = find_images(model, None, None)

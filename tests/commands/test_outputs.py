@@ -31,6 +31,8 @@ WRITING = {
     ("export", "weights  --format safetensors --out out.safetensors"): "out.json",
     ("export", "weights --format timm --out out"): "out/model.safetensors",
     ("shard", "--root images --out out"): "out/0.tar",
+    ("bench tune", "--config vitti16"): "tune.html",
+    ("bench tune", "--config vitti16 --out out.html"): "out.json",
     ("bench step", "--profile out"): "out/trace.json",
 }
 THERE = '{"knn": {}}'
