@@ -160,7 +160,7 @@ class IndexedMembers(Members):
         shard = json.loads(line)
         check_format(shard.get("format"), index, "remove it, or make the shards again")
         names, *numbers, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
-        self.name, self.size, self.end = str(shard["shard"]), shard["bytes"], shard.get("end")
+        self.name, self.size, self.end = str(shard["shard"]), shard["bytes"], shard["end"]
         end = () if self.end is None else (self.end,)
         if not all(type(number) is int and 0 <= number < 2**63 for number in (self.size, *end, *sum(numbers, ()))):
             raise ValueError("a number that is no place, size or checksum")

@@ -176,7 +176,11 @@ def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_pat
                 source.read(2)
         write_index(folder)
         assert contents(open_files(f"{server.url}/set", 1.0)) == contents(read(folder))
-        for damage in ("[]", "{", '{"format": 1, "shard": "0.tar", "bytes": 9, "images": [["a.png", 0, 10, 0, null]]}'):
+        for damage in (
+            "[]",
+            "{",
+            '{"format": 1, "shard": "0.tar", "bytes": 9, "end": 9, "images": [["a.png", 0, 10, 0, null]]}',
+        ):
             (folder / "index.jsonl").write_text(f"{damage}\n")
             with pytest.raises(DataError, match=r"index\.jsonl is damaged: copy it there again"):
                 read(f"{server.url}/set")
