@@ -80,7 +80,8 @@ class OwnStates:
 
     def __init__(self, terms: Mapping[str, Any]) -> None:
         self._terms = {name: term for name, term in terms.items() if is_own(term) and not rehearsing()}
-        self._built, self._others = self.copy(), {name: _others(term) for name, term in self._terms.items()}
+        self._built, self._told = self.copy(), set[tuple[str, str]]()
+        self._others = {(name, key): it for name, term in self._terms.items() for key, it in _others(term).items()}
 
     def copy(self) -> dict[str, Tensor]:
         """A copy of all states, for `load`; the host does not wait for the device."""
@@ -103,14 +104,13 @@ class OwnStates:
         """Lines, each once, on attributes that have changed and that no checkpoint holds."""
         lines = []
         for name, term in self._terms.items():
-            now, before = _others(term), self._others[name]
-            lines += [
-                f"warning  a resume can't be exact: {key} of loss term {name} changes and is in no checkpoint: keep it "
-                "in tensors or a torch.Generator, or define the term's state_dict and load_state_dict"
-                for key in now
-                if now[key] != before.get(key) and _is_ours(term)
-            ]
-            self._others[name] = now
+            for key, value in _others(term).items() if _is_ours(term) else ():
+                if value != self._others.get((name, key)) and (name, key) not in self._told:
+                    self._told.add((name, key))
+                    lines.append(
+                        f"warning  a resume can't be exact: {key} of loss term {name} changes and is in no checkpoint: "
+                        "keep it in tensors or a torch.Generator, or define the term's state_dict and load_state_dict"
+                    )
         return lines
 
     def load(self, state: Mapping[str, Tensor]) -> None:

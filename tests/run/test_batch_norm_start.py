@@ -25,7 +25,7 @@ from tests.run.harness import REPOSITORY, TINY, image_folder, log_of, unpredicte
 
 ARGUMENTS = {"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}
 RESNET = {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0"}
-RESNET |= {"model.backbone": "resnet18", "model.arguments": json.dumps(ARGUMENTS), "length": "20 steps"}
+RESNET |= {"model.backbone": "resnet18", "model.arguments": json.dumps(ARGUMENTS), "length": "8 steps"}
 STILL = {"optimizer.lr": "1e-30", "optimizer.min_lr": "0", "model.freeze_backbone": "0 steps"}
 FEATURES = {"teacher.distill": "features", "crops.num_local": "0", "objective.coding_rate_weight": "0"}
 
@@ -39,7 +39,8 @@ def place(tmp_path_factory):
     network = timm.create_model("resnet18", num_classes=0, **ARGUMENTS)
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
-            module.bias.data.uniform_(0.1, 0.2)  # no weight is 0, which a rate of 1e-30 would move
+            module.weight.data.uniform_(0.5, 1.5)  # no weight is 0, which a rate of 1e-30 would move
+            module.bias.data.uniform_(0.1, 0.2)
             module.running_mean.normal_(std=3)
             module.running_var.uniform_(5, 10)
     timm.models.save_for_hf(network, place / "start", model_args=ARGUMENTS, safe_serialization=True)
@@ -86,9 +87,9 @@ def test_each_recipe_keeps_the_statistics_of_a_start_alone(config, place):
         assert scratch.batch_norm == ("reference" if scratch.teacher.source is None else "ema")
 
 
-@pytest.mark.parametrize("config", ["continue", "continue_small", "resnet18", "resnet50", "small", "features"])
+@pytest.mark.parametrize("config", ["continue", "continue_small", "resnet18", "resnet50", "features"])
 def test_at_no_rate_what_is_exported_stays_the_start_to_the_bit(config, place):
-    """2 ranks; a distillation of features has the start as its frozen teacher too, whose statistics stay as well."""
+    """In 8 steps averages of crops would move by half. A distillation has the start as its frozen teacher too."""
     changes = _from_start(place) | STILL
     if config == "features":
         config, changes = (
@@ -96,7 +97,8 @@ def test_at_no_rate_what_is_exported_stays_the_start_to_the_bit(config, place):
             changes | FEATURES | {"teacher.source": str(place / "start"), "objective.dino_weight": "1"},
         )
     run = f"still-{config}-{len(changes)}"
-    assert run_on_ranks(_train, config, place, run, changes) == [None] * 2
+    ranks = 2 if config == "continue" else 1
+    assert run_on_ranks(_train, config, place, run, changes, world=ranks) == [None] * ranks
     _assert_exports_start(place, run)
     assert "BatchNorm keeps the statistics of the start" in log_of(place / run)
 

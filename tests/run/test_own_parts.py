@@ -120,7 +120,7 @@ def test_what_can_not_be_resumed_exactly_is_said(tmp_path):
     assert run_on_ranks(train_tiny, "own", tmp_path / "run", "zero0_fp32.json", None, False, how, world=1) == [None]
     said = [line for line in log_of(tmp_path / "run").splitlines() if "a resume can't be exact" in line]
     assert len(said) == 3 and "data.source gives other images when it reads them again" in said[0]
-    assert "generator of loss term numpy" in said[1] and "queue of loss term listed" in said[2]
+    assert "queue of loss term listed" in said[1] and "generator of loss term numpy" in said[2]
 
 
 def _check_teachers(whole: dict[str, torch.Tensor]) -> None:
