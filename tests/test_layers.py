@@ -10,8 +10,9 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures, parse
 
-CLOSURE_OF_TRAIN = 182
-"""Files that importing train.py may bring in, without those that it asks for in functions."""
+CLOSURE_OF_TRAIN = 184
+"""Files that importing train.py may bring in, without those that it asks for in functions; the last two bought classes
+matched by name and files told apart by what their paths resolve to."""
 CLOSURE_OF_THE_LOOP = (58, 8_456)
 """Files and lines that importing run/loop.py may bring in; the 58th and 290 lines bought Muon, 116 lines a fifth fewer
 launches of a step on a GPU."""

@@ -51,3 +51,17 @@ def _timm_name(name: str) -> str | None:
     if m := re.fullmatch(r"dino[-_]vit([sb])(8|16)", model):
         return f"vit_{SIZES[m[1]]}_patch{m[2]}_224.dino"
     return None
+
+
+def advise_saved(folder: str) -> str:
+    """What to do with a folder that save_to_disk of Hugging Face's datasets has written; "" for any other."""
+    there, names = Path(folder), ("state.json", "dataset_dict.json")
+    is_one, has_splits = (os.path.isfile(there / name) for name in names)
+    if not has_splits and not (is_one and next(there.glob("*.arrow"), None)):
+        return ""
+    saved = there / "SPLIT" if has_splits else there
+    return (
+        "was written by save_to_disk of Hugging Face's datasets, whose Arrow files are not read: type python -c "
+        f"\"import datasets; datasets.load_from_disk({str(saved)!r}).to_parquet('images.parquet')\", then give "
+        "images.parquet"
+    )

@@ -61,7 +61,7 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
+def opened(path: str | bytes | Path, most: int) -> Iterator[BinaryIO]:
     """Open a file without waiting for a pipe's writer. Raises ValueError if it is not regular, or over `most` bytes."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())

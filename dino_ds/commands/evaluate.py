@@ -62,7 +62,8 @@ def run(options: EvalOptions) -> Result:
     if of_images:
         sources = [source for source in context.sources if source is not None]
         value_range, notes = range_for(backbone, sources)
-        context.note([*notes, *note_on_shared(of_images, *context.sources, "--test_root")[1]])
+        left_out = [note for source in sources for note in getattr(source, "notes", ())]
+        context.note([*left_out, *notes, *note_on_shared(of_images, *context.sources, "--test_root")[1]])
         context.settings = replace(settings, value_range=value_range)
     results, failure = dict[str, Any](), None
     try:

@@ -73,6 +73,7 @@ def run(options: ShardOptions) -> Result:
     if bad:
         left_out = f"{len(bad)} images could not be read and are left out, such as {bad[0]}"
         lines.append(f"{left_out}; all are in {folder / _BAD}")
+    lines += [f"note: {note}" for note in getattr(images, "notes", ())]
     lines.append(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {_CHECKSUMS}")
     return Result(facts, "\n".join(lines))
 

@@ -176,6 +176,11 @@ class EncodedImage:
         """Whether the file is one that Pillow can't read, or only in part."""
         return isinstance(self._image, Raster)
 
+    @property
+    def pages(self) -> int:
+        """Pages that may be channels or slices, as `Raster.pages`."""
+        return self._image.pages if isinstance(self._image, Raster) else 1
+
     def _orient(self, image: Raster | ImageFile.ImageFile, orientation: Any) -> None:
         """Sets the upright size and the transform of decoded pixels, so that they are turned once, by us or Pillow."""
         (width, height), turn = image.size, _EXIF_TRANSFORMS.get(orientation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from dino_ds.basics.text_file import is_url, opened
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
+from dino_ds.data.file_keys import archive_key, file_key, keys_in
 from dino_ds.data.images import in_channels
 from dino_ds.data.listing import Contents, Labels, Listing, find_listing, printable
 from dino_ds.data.remote import FilePiece, Remote
@@ -42,6 +44,11 @@ class EncodedImages(ABC):
     @abstractmethod
     def member(self, index: int) -> str:
         """Name within the dataset, such as cat/1.jpg; any text, not to be used as a path."""
+
+    @abstractmethod
+    def file_keys(self) -> np.ndarray:
+        """A number for each image, uint64 (n,), equal where two paths lead to one file, or place in it: by links of
+        files or folders, hard links, or other spellings."""
 
     def load(self, index: int) -> Image.Image | np.ndarray:
         """RGB image; from a file deeper than 8 bits or with other channels, its stored values (h, w, c).
@@ -99,6 +106,12 @@ class RowImages(EncodedImages):
         file = self._find(index)[0]
         if _local_state(self._files[file]) != self._states[file]:
             raise OSError("changed since its rows were listed")
+
+    def file_keys(self) -> np.ndarray:
+        keys, begins = np.empty(len(self), np.uint64), [0, *self._ends]
+        for file, part, begin, end in zip(self._files, self._parts, begins, self._ends, strict=False):
+            keys[begin:end] = np.arange(end - begin, dtype=np.uint64) + np.uint64(archive_key(file, part))
+        return keys
 
     def _find(self, index: int) -> tuple[int, int]:
         """File and row of an image."""
@@ -181,6 +194,20 @@ class ListedFiles(ListedImages):
         """Time of the file's last change in nanoseconds. Raises OSError."""
         return os.stat(self._path(index)).st_mtime_ns
 
+    def file_keys(self) -> np.ndarray:
+        numbers, of_folder, names = dict[str, int](), array("q"), array("q")
+        for index in range(len(self)):
+            folder, _, name = self._path(index).rpartition("/")
+            of_folder.append(numbers.setdefault(_real_folder(folder), len(numbers)))
+            names.append(hash(name))
+        keys, order = np.empty(len(self), np.uint64), np.argsort(of_folder, kind="stable")
+        for folder, rows in zip(numbers, np.split(order, np.cumsum(np.bincount(of_folder))[:-1]), strict=True):
+            known = keys_in(folder)
+            for row in rows.tolist():
+                key = known.get(names[row])
+                keys[row] = file_key(self._path(row)) if key is None else key
+        return keys
+
     def path(self, index: int) -> str:
         """Absolute path of an image's file, or its URL."""
         path = self._path(index)
@@ -217,4 +244,4 @@ def canonical_place(path: str, folder: str) -> str:
 
 @functools.lru_cache(1 << 18)  # a list may name images of many folders in any order
 def _real_folder(path: str) -> str:
-    return os.path.realpath(path)
+    return os.path.realpath(path.replace("\0", "?"))

@@ -16,6 +16,7 @@ from dino_ds.data.base import Joined, Source, prepare_images
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import WITH_ALPHA, ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.data.normalization import USUAL_CHANNELS, Normalization
+from dino_ds.data.tiff import note_stacks
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
@@ -114,6 +115,7 @@ class Sample:
     """Of the images whose pixels were decoded."""
     problem: str = ""
     """Name of the first unreadable image, and the reason."""
+    stacks: list[str] = field(default_factory=list)  # names of images whose three pages are taken for colors
 
     def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:
         """Read images of at most `max_pixels`; those with another number of channels than `wanted` are only counted.
@@ -132,6 +134,7 @@ class Sample:
                 continue
             self.images += 1
             self.channels[image.channels] += 1
+            self.stacks += [source.name(index)] * (getattr(image, "pages", 1) == wanted == 3)
 
     def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
         """Value range of the images, and a sentence on it; None and "" if all have 8 bits.
@@ -140,8 +143,7 @@ class Sample:
         """
         if not self.deep:
             return None, ""
-        chosen = self._choose()
-        if chosen is None:
+        if (chosen := self._choose()) is None:
             flag = f"give --data.value_range {range_text(self.measured)}, or wider where other images go beyond"
             if len(self.types) > 1 and find_misfits(self.deep, self.measured):
                 flag = "no range fits both: convert them to one type and scale, such as PNG of 8 or 16 bits"
@@ -246,7 +248,7 @@ def _find_settings(
     measures = seeks_mean and start.normalization is None and channels not in USUAL_CHANNELS
     sample = _look_at_parts(recipe, source, measures)
     chosen, notes = (known, []) if known else _choose_range(sample, start)
-    notes += find_misfits(sample.deep, chosen)
+    notes += find_misfits(sample.deep, chosen) + note_stacks(sample.stacks)
     found: dict[str, Any] = {"value_range": chosen or "auto"}
     if earlier is not None and data.mean is None:
         found |= {"mean": earlier.data.mean, "std": earlier.data.std}
@@ -281,6 +283,7 @@ def _look_at_parts(recipe: Recipe, source: Source, measures: bool) -> Sample:
         total.images += sample.images
         total.channels += sample.channels
         total.values += sample.values
+        total.stacks += sample.stacks
     return total
 
 
@@ -289,8 +292,7 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample, where: str) ->
     if hasattr(source, "read") and not sample.images and sample.problem:
         raise DataError(f"{where}none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
-        numbers = " or ".join(map(str, sorted(channels)))
-        most = channels.most_common(1)[0][0]
+        numbers, most = " or ".join(map(str, sorted(channels))), channels.most_common(1)[0][0]
         keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
         raise ConfigError(
             f"{where}model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {numbers} channels"

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from dino_ds.basics.text_file import is_url, read_lines
 from dino_ds.data.encoded import ListedFiles, canonical_place
-from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out
+from dino_ds.data.file_keys import FolderKeys, key_on
+from dino_ds.data.formats import EXTENSIONS, is_image_file, is_left_out, note_left_out
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import (
     Contents,
@@ -34,7 +35,6 @@ from dino_ds.data.remote import FilePiece, Remote
 from dino_ds.data.remote_request import check_url
 from dino_ds.errors import DataError
 
-_ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _LOOKED_AT = 20
 """Lines of a list that are checked to be files."""
 _THREADS = 16
@@ -51,14 +51,22 @@ class ImageFolder(ListedFiles):
     all folders are unchanged. Raises DataError if there are no images.
     """
 
+    _opened = (*ListedFiles._opened, "_keys")
+
     def __init__(self, root: str) -> None:
         folder = Path(os.path.expanduser(root))
         if not os.path.isdir(folder):
             raise DataError(describe_missing(folder))
-        self._folder = str(folder)
-        real = os.path.realpath(folder)
+        self._folder, real = str(folder), os.path.realpath(folder)
         key = f"{real}\n{EXTENSIONS}"
         super().__init__("folder", key, lambda: _build(folder), lambda known: _is_current(real, known))
+
+    def _open(self, listing: Listing) -> None:
+        super()._open(listing)
+        self._keys = listing.arrays["files"]
+
+    def file_keys(self) -> np.ndarray:
+        return self._keys.view(np.uint64) + np.uint64(key_on(os.stat(self._folder).st_dev, 0))
 
 
 class ListFile(ListedFiles):
@@ -104,6 +112,8 @@ class _Folder:
     identity: tuple[int, int]
     images: bytes
     """Names of images, with NULs between."""
+    keys: array[int]
+    """`file_key` of each image, without the part of the root's device: that may have another number tomorrow."""
     folders: list[bytes]
     linked: list[bytes]
     files: int
@@ -114,10 +124,11 @@ class _Folder:
 def _build(root: Path) -> Contents:
     begin = time.time_ns()
     folders = _scan(root)
-    names, classes, paths = Packer(), FolderLabels(), Packer()
-    for path in _in_order(folders):
+    names, classes, paths, files = Packer(), FolderLabels(), Packer(), array("Q")
+    for path, key in _in_order(folders):
         names.add(path)
         classes.add(path)
+        files.append(key)
     if not len(names):
         top = folders[b""]
         first_level = [os.fsdecode(name) for name in sorted([*top.folders, *top.linked])]
@@ -128,6 +139,7 @@ def _build(root: Path) -> Contents:
     for path in folders:
         paths.add(path)
     arrays = {**names.arrays("names"), **classes.arrays(), **paths.arrays("folders"), "folders.times": times}
+    arrays["files"] = np.frombuffer(files, np.int64)
     return Contents(arrays, {"notes": _left_out(folders)})
 
 
@@ -160,12 +172,12 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
     inside the tree. Raises DataError for a folder that can't be read."""
     tree: dict[bytes, _Folder] = {}
     seen: set[tuple[int, int]] = set()
-    level, linked = [b""], list[bytes]()
+    level, linked, part = [b""], list[bytes](), key_on(os.stat(root).st_dev, 0)
     bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
         while level:
             following: list[bytes] = []
-            for folder in pool.map(lambda path: _read_folder(root, path), level):
+            for folder in pool.map(lambda path: _read_folder(root, path, part), level):
                 if folder.identity not in seen:
                     seen.add(folder.identity)
                     tree[folder.path] = folder
@@ -176,12 +188,13 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
     return tree
 
 
-def _read_folder(root: Path, path: bytes) -> _Folder:
+def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
     images, folders, linked, others, files = list[bytes](), list[bytes](), list[bytes](), list[bytes](), 0
     here = os.path.join(os.fsencode(root), path)
     prefix = path + b"/" if path else b""
     try:
         state = os.stat(here)  # before the scan: files added during it change the time
+        file_keys, keys = FolderKeys(state.st_dev), array("Q")
         with os.scandir(here) as entries:
             for entry in entries:
                 if is_hidden(entry.name):
@@ -190,8 +203,9 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
                     (linked if entry.is_symlink() else folders).append(prefix + entry.name)
                 else:
                     files += 1
-                    if entry.name.lower().endswith(_ENDINGS):
+                    if is_image_file(here, entry.name):
                         images.append(entry.name)
+                        keys.append((file_keys.of(entry) - of_device) % 2**64)
                     elif is_left_out(entry.name):
                         others.append(prefix + entry.name)
     except OSError as error:
@@ -200,7 +214,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
         ) from None
     time = state.st_mtime_ns if state.st_mtime_ns > 0 else -1
     identity = (state.st_dev, state.st_ino)
-    return _Folder(path, time, identity, b"\0".join(images), sorted(folders), sorted(linked), files, others)
+    return _Folder(path, time, identity, b"\0".join(images), keys, sorted(folders), sorted(linked), files, others)
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
@@ -210,24 +224,24 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         return False  # a link to itself: an unreadable file
 
 
-def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
-    """Paths of the images, sorted as whole paths, one by one: the full list is never in memory."""
+def _in_order(folders: dict[bytes, _Folder]) -> Iterator[tuple[bytes, int]]:
+    """Paths and keys of the images, sorted as whole paths, one by one: the full list is never in memory."""
 
-    def entries(folder: _Folder) -> Iterator[bytes]:
+    def entries(folder: _Folder) -> Iterator[tuple[bytes, int]]:
         prefix = folder.path + b"/" if folder.path else b""
-        images = [prefix + name for name in folder.images.split(b"\0") if name]
-        inner = [path + b"/" for path in (*folder.folders, *folder.linked) if path in folders]
+        images = [(prefix + name, key) for name, key in zip(folder.images.split(b"\0"), folder.keys, strict=False)]
+        inner = [(path + b"/", 0) for path in (*folder.folders, *folder.linked) if path in folders]
         return iter(sorted(images + inner))
 
     stack = [entries(folders[b""])]
     while stack:
-        path = next(stack[-1], None)
-        if path is None:
+        path, key = next(stack[-1], (b"", 0))
+        if not path:
             stack.pop()
         elif path.endswith(b"/"):
             stack.append(entries(folders[path[:-1]]))
         else:
-            yield path
+            yield path, key
 
 
 def _parse(path: str, text: bytes | None) -> Contents:
@@ -282,5 +296,5 @@ def describe_missing(root: Path) -> str:
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
     seen = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{' ...' if len(folders) > 5 else ''}"
-    listed = "; a .txt list may name images without such endings" if files else ""
+    listed = "; a .txt list may name images of other endings" if files else ""
     return f"no images under {root} ({looked}{listed}). Give the folder that holds the images"

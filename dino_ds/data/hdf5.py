@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds.data.base import UnreadableImage, find_placeholder
+from dino_ds.data.classes import note_unnamed
 from dino_ds.data.encoded import MAX_BYTES, RowImages
 from dino_ds.data.listing import Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
@@ -57,7 +58,8 @@ class Hdf5Images(RowImages):
                 reason = find_placeholder(file) or one_line(error, 200)
                 raise DataError(f"{printable(file)} cannot be read as HDF5: {reason}") from None
         self._ends = np.cumsum(counts)
-        self.labels, self.classes = _number(labels)
+        self.labels, self.classes = _number(labels, counts)
+        self.notes += note_unnamed(map(os.path.dirname, self._files)) if self.classes else []
 
     def read(self, index: int) -> bytes:
         file, row = self._find(index)
@@ -218,12 +220,13 @@ def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | 
     return None
 
 
-def _number(labels_of_files: Sequence[np.ndarray | None]) -> tuple[Labels | None, list[str] | None]:
-    """Labels of all files and names of the classes, -1 for no class; (None, None) if a file has no labels."""
-    known = [labels for labels in labels_of_files if labels is not None]
-    if len(known) < len(labels_of_files):
-        return None, None
-    labels = np.concatenate(known)
+def _number(
+    labels_of_files: Sequence[np.ndarray | None], counts: Sequence[int]
+) -> tuple[Labels | None, list[str] | None]:
+    """Labels of all files, which have `counts` images, and names of the classes; -1 for no class, also in files without
+    labels. (None, None) if no image has a class."""
+    pairs = zip(labels_of_files, counts, strict=True)
+    labels = np.concatenate([np.full(count, -1) if known is None else known for known, count in pairs])
     classes = np.unique(labels[labels >= 0])
     numbers = np.where(labels >= 0, np.searchsorted(classes, labels), -1).astype(np.int32)
     return (Labels(numbers), list(map(str, classes.tolist()))) if len(classes) else (None, None)

@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,19 +15,14 @@ import numpy as np
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.mixture import MixturePart
 from dino_ds.data.base import Joined, Source, is_elsewhere, prepare_images
+from dino_ds.data.classes import join_classes, note_unnamed
 from dino_ds.data.encoded import EncodedImages, ListedFiles
-from dino_ds.data.folder import ListFile
-from dino_ds.data.formats import split_part
-from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import Labels, printable
-from dino_ds.data.root import expand, open_files
+from dino_ds.data.root import open_files
 from dino_ds.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from dino_ds.data.draws import Draws
-
-_LISTED = 1000
-"""Images of a list that are checked for overlap with other parts."""
 
 
 class Mixture(EncodedImages, Joined):
@@ -43,10 +37,12 @@ class Mixture(EncodedImages, Joined):
         self.sources = [_open(part, root, cache_gib) for part in parts]
         self.elsewhere = any(map(is_elsewhere, self.sources))
         self.ends = list(itertools.accumulate(map(len, self.sources)))
-        if overlap := self._overlap(root):
+        if overlap := self._overlap():
             raise ConfigError(f"data.mixture: {overlap}")
         self.labels, self.classes = self._join_labels()
-        self.notes = [
+        unnamed = (all(map(str.isdigit, source.classes or "-")) for source in self.sources)
+        self.notes = note_unnamed(part.place for part in itertools.compress(parts, unnamed))
+        self.notes += [
             f"{part.place}: {note}"
             for part, source in zip(parts, self.sources, strict=True)
             for note in getattr(source, "notes", ())
@@ -109,33 +105,42 @@ class Mixture(EncodedImages, Joined):
             raise OSError(f"{type(source).__name__} has no {method}")
         return int(ask(inner))
 
-    def _overlap(self, root: str | None) -> str:
+    def file_keys(self) -> np.ndarray:
+        return np.concatenate([source.file_keys() for source in self.sources])
+
+    def _overlap(self) -> str:
         """A sentence on two parts with images in common, which would get more than their share; "" for none."""
-        owners: dict[tuple[bool, str], str] = {}
-        for part, source in zip(self.parts, self.sources, strict=True):
-            loose = isinstance(source, ListedFiles)
-            for path in _real_paths(place_of(part, root), source):
-                if (same := owners.setdefault((loose, path), part.place)) != part.place:
-                    both = f"{same} and {part.place} are the same place, or both have {path}"
-                    return f"{both}: give it once, with the sum of its shares"
-        for (loose, path), inner in owners.items():
-            for folder in map(str, Path(path).parents):
-                if (outer := owners.get((loose, folder), inner)) != inner:
-                    both = f"images of {inner} lie in {outer} too, and would have the shares of both"
-                    return f"{both}: give places without images in common"
+        keys, part_of = self.file_keys(), np.repeat(np.arange(len(self.parts)), np.diff([0, *self.ends]))
+        order = np.argsort(keys, kind="stable")
+        both = np.flatnonzero((np.diff(keys[order]) == 0) & (np.diff(part_of[order]) != 0))
+        for pair in zip(order[both].tolist(), order[both + 1].tolist(), strict=True):
+            if self._is_one_file(*pair):
+                small, large = sorted(part_of[list(pair)].tolist(), key=lambda part: len(self.sources[part]))
+                inner, outer = self.parts[small].place, self.parts[large].place
+                if set(keys[part_of == small].tolist()) == set(keys[part_of == large].tolist()):
+                    return f"{inner} and {outer} are the same place or images: give it once, with the sum of its shares"
+                both_have = f"images of {inner} lie in {outer} too, such as {self.name(pair[0])}"
+                return f"{both_have}, and would have the shares of both: give places without images in common"
         return ""
+
+    def _is_one_file(self, first: int, second: int) -> bool:
+        """Whether images with equal keys are one file: keys of folders are from when these were listed."""
+        pair = [self._find(index) for index in (first, second)]
+        paths = [source.path(index) for source, index in pair if isinstance(source, ListedFiles)]
+        try:
+            return len(paths) < 2 or paths[0] == paths[1] or os.path.samefile(*paths)
+        except OSError:
+            return False
 
     def _join_labels(self) -> tuple[Any, list[str] | None]:
         """Labels of all images (-1 in a part without labels), and the names of all classes."""
         if all(source.labels is None for source in self.sources):
             return None, None
-        classes = list(dict.fromkeys(name for source in self.sources for name in source.classes or ()))
-        numbers = {name: number for number, name in enumerate(classes)}
+        classes, numbers = join_classes(source.classes or () for source in self.sources)
         labels = np.full(len(self), -1, np.int32)
         for part, source in enumerate(self.sources):
             if source.labels is not None:
-                joined = np.array([*(numbers[name] for name in source.classes or ()), -1], np.int32)
-                labels[self.first_of(part) : self.ends[part]] = joined[np.asarray(source.labels)]
+                labels[self.first_of(part) : self.ends[part]] = numbers[part][np.asarray(source.labels)]
         return Labels(labels), classes
 
 
@@ -149,15 +154,6 @@ def place_of(part: MixturePart, root: str | None) -> str:
             f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
         )
     return os.path.join(os.path.expanduser(root or ""), path)
-
-
-def _real_paths(path: str, source: EncodedImages) -> list[str]:
-    """Paths without links: of a part's folder, of its archives, or of some images of its list."""
-    if isinstance(source, ListFile):
-        return [os.path.realpath(source.name(i)) for i in evenly_spaced_indices(len(source), _LISTED)]
-    plain, inside = split_part(path)
-    files = [plain] if os.path.lexists(plain) else expand(plain)
-    return [os.path.realpath(file) + (f":{inside}" if inside else "") for file in files]
 
 
 def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ import numpy as np
 
 from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage, find_placeholder
+from dino_ds.data.classes import by_name, note_unnamed, partitions
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
@@ -45,9 +47,9 @@ _Location = tuple[str, tuple[int, ...] | None, _RemoteParquet | None]
 class ParquetImages(RowImages):
     """The rows of Parquet files, file after file.
 
-    The image column is binary, or a struct with `bytes`. Classes come from a label column of whole numbers or texts;
-    Hugging Face stores their names in the schema's metadata. Raises ConfigError without pyarrow, DataError for a file
-    that can't be read, has no image column, or has row groups that are too large.
+    The image column is binary, or a struct with `bytes`. Classes come from a label column of whole numbers or texts,
+    else from folders label=CLASS; Hugging Face stores the names of numbers in the schema's metadata. Raises ConfigError
+    without pyarrow, DataError for a file that can't be read, has no image column, or has row groups that are too large.
     """
 
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
@@ -58,7 +60,8 @@ class ParquetImages(RowImages):
         if self.elsewhere:
             self._remote, self.notes = remote_with_room(files, states, sum(size for size, _ in states), cache_gib)
         self._elsewhere = [_RemoteParquet(self._remote, state) for state in states]
-        first, groups, ends, labels, has_bytes = 0, [], [], list[Any](), False
+        first, groups, ends, has_bytes = 0, [], [], False
+        labels, names = list[list[Any]](), list[list[str]]()
         for number, file in enumerate(self._files):
             try:
                 opened = _parquet_file(self._location(number))
@@ -69,6 +72,8 @@ class ParquetImages(RowImages):
                 state = states[number] if states else self._states[number]
                 if state and (rows := opened.metadata.num_rows) > state[0]:
                     raise DataError(f"{printable(file)} has {rows} rows in {state[0]} bytes, so they hold no images")
+                labels.append([])
+                names.append(_class_names(opened.schema_arrow, label) if label is not None else [])
                 for group in range(opened.num_row_groups):
                     groups.append((first, group))
                     first += opened.metadata.row_group(group).num_rows
@@ -79,7 +84,7 @@ class ParquetImages(RowImages):
                         )
                     has_bytes = has_bytes or _has_bytes(opened, group, self._column)
                     if label is not None:
-                        labels += itertools.chain.from_iterable(
+                        labels[-1] += itertools.chain.from_iterable(
                             part.to_pylist() for part in _read_parts(opened, group, label)
                         )
                 ends.append(first)
@@ -97,7 +102,18 @@ class ParquetImages(RowImages):
             )
         self._ends, self._groups = np.array(ends), np.array(groups, np.int64)
         self._parts = [""] * len(files)
-        self.labels, self.classes = _number(labels, _class_names(schema, label)) if label is not None else (None, None)
+        self.labels, self.classes = self._find_classes(labels, names, "" if label is None else schema.field(label).type)
+
+    def _find_classes(self, labels: list[list[Any]], names: list[list[str]], kind: Any) -> Any:
+        """Labels and class names by the values of each file's label column of type `kind`, else by folders."""
+        labels, classes = by_name(labels, names, self._files)
+        if not kind:
+            values, notes = partitions(self._files)
+            labels = [[value] * count for value, count in zip(values, np.diff([0, *self._ends]).tolist(), strict=True)]
+            self.notes += notes
+        elif not classes and _kind_of_label(kind) == "number":
+            self.notes += note_unnamed(map(os.path.dirname, self._files))
+        return _number(list(itertools.chain.from_iterable(labels)), classes)
 
     def read(self, index: int) -> bytes:
         index = range(len(self))[index]
@@ -253,10 +269,11 @@ def _check_alike(first: Any, schema: Any, image: str, label: str | None, files: 
 
 
 def _class_names(schema: Any, label: str) -> list[str]:
-    """Class names in the Hugging Face metadata of the schema, or []."""
+    """Names of class numbers in the Hugging Face metadata of the schema, or []."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-        return [str(name) for name in features[label]["names"]]
+        names = [str(name) for name in features[label]["names"]]
+        return names if _kind_of_label(schema.field(label).type) == "number" else []
     except (KeyError, TypeError, ValueError):
         return []
 

@@ -29,6 +29,8 @@ class Raster:
     """Value of the EXIF tag."""
     nodata: str | None = None
     """Number that marks pixels without a value, as GDAL writes it."""
+    pages: int = 1
+    """Pages that are taken as channels, and that the file does not call so: they may be slices of a volume."""
 
     @property
     def size(self) -> tuple[int, int]:

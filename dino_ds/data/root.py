@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.hubs import hub_id
+from dino_ds.basics.hubs import advise_saved, hub_id
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.evaluation import BENCHMARKS
 from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
@@ -19,7 +19,7 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
-from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
+from dino_ds.data.formats import archives_in, is_image_file, note_left_out, split_part
 from dino_ds.data.hdf5 import Hdf5Images
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
@@ -75,7 +75,7 @@ def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
         return _open_all(expand(path), root, part)
     if os.path.isfile(path):
         return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root, part)
-    inside, others = _archives_in(path) if os.path.isdir(path) else ([], [])
+    inside, others = archives_in(path) if os.path.isdir(path) else ([], [])
     if not inside:
         return ImageFolder(root)
     source: Any = _open_all(inside, root)
@@ -100,6 +100,8 @@ def check_root(root: str, key: str = "data.root") -> None:
         return
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root, key))
+    if os.path.isdir(path) and (saved := advise_saved(path)):
+        raise DataError(f"{key} {root} {saved}")
     if os.path.isdir(path) and _is_empty(path):
         raise DataError(f"no images under {key} {root}: the folder is empty: give the folder that holds the images")
     if os.path.lexists(path):
@@ -177,8 +179,8 @@ def _holds_images(root: str, source: str) -> bool:
             return False
     except OSError:
         return False  # opening the source reports why
-    names = (name for _, _, files in os.walk(path) for name in files)
-    return any(name.lower().endswith((*EXTENSIONS, *ENDINGS)) for name in itertools.islice(names, _LOOKED_AT))
+    names = itertools.islice(((at, name) for at, _, names in os.walk(path) for name in names), _LOOKED_AT)
+    return any(name.lower().endswith(ENDINGS) or is_image_file(at, name) for at, name in names)
 
 
 def _is_empty(folder: str) -> bool:
@@ -212,8 +214,7 @@ def expand(pattern: str) -> list[str]:
 def _braces(pattern: str) -> Iterator[str]:
     """Expand braces as a shell does; braces without a comma or dots are kept."""
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
-        options = _options(match[1])
-        if options is not None:
+        if (options := _options(match[1])) is not None:
             before, after = pattern[: match.start()], pattern[match.end() :]
             for option in options:
                 yield from _braces(f"{before}{option}{after}")
@@ -222,8 +223,7 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _options(inner: str) -> Iterator[str] | None:
-    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
-    if numbers:
+    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inner):
         first, last = int(numbers[1]), int(numbers[2])
         padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
         width = max(map(len, numbers.groups())) if padded else 0
@@ -266,29 +266,10 @@ def _open_all(paths: list[str], root: str, part: str | None = None, **options: f
 def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
     """Error text for a file from which images can't be read."""
     name = printable(path)
-    if path.lower().endswith(EXTENSIONS):
+    if is_image_file(*os.path.split(path)):
         folder = printable(os.path.dirname(path)) or "."
         return f"{name} is a single image: give the folder that it is in, --{key} {folder}"
     return f"{name} ({key} {root}) is none of {IMAGE_FORMS}; unpack archives and compressed files first"
-
-
-def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
-    """ARCHIVES directly in `folder`, and other files, which are left out; neither if it has images or folders."""
-    archives, others = list[str](), list[bytes]()
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
-                    return [], []
-                if entry.name.lower().endswith(ARCHIVES):
-                    archives.append(entry.path)
-                elif is_left_out(os.fsencode(entry.name)):
-                    others.append(os.fsencode(entry.name))
-    except OSError:
-        return [], []  # the folder source reports why
-    return sorted(archives), others
 
 
 def _advise_elsewhere(text: str) -> str | None:

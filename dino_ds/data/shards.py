@@ -15,7 +15,9 @@ from tqdm import tqdm
 
 from dino_ds.basics.text_file import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
 from dino_ds.data.base import UnreadableImage
+from dino_ds.data.classes import join_classes, note_unnamed
 from dino_ds.data.encoded import MAX_BYTES, ListedImages, size_and_time
+from dino_ds.data.file_keys import archive_key
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, known_states, open_remote, remote_with_room
@@ -52,7 +54,8 @@ class TarShards(ListedImages):
         shards = shards if self.elsewhere else [os.path.abspath(shard) for shard in shards]
         index, unused = _find_index(shards) if self.elsewhere and kind is None else (None, [])
         build = functools.partial(_index, shards, kind, index)
-        key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or ())))
+        names = [] if self.elsewhere else map(_names_in, dict.fromkeys(map(os.path.dirname, shards)))
+        key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or names)))
         super().__init__("shards", key, build, _is_current)
         self.notes += unused
         if not len(self):
@@ -96,6 +99,9 @@ class TarShards(ListedImages):
         size, tag = self._states[shard].tolist()
         checksum = -1 if self._checksum is None else int(self._checksum[index])
         return FilePiece(self._shards[shard], size, tag, int(self._offset[index]), self.file_bytes(index), checksum)
+
+    def file_keys(self) -> np.ndarray:
+        return np.array(list(map(archive_key, self._shards)), np.uint64)[self._shard] + self._offset.view(np.uint64)
 
     def name(self, index: int) -> str:
         return printable(f"{self._shards[int(self._shard[index])]}/{self._names[index]}")
@@ -161,8 +167,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
 
     names, folders, packed = Packer(), FolderLabels(), Packer()
     counts, spans, checksums, facts = array("q"), array("q"), array("q"), array("q")
-    labels, numbers, notes, others = array("i"), dict[bytes | None, int](), list[str](), list[bytes]()
-    kinds = Counter[bytes]()
+    classes, notes, others, kinds = _Classes(), list[str](), list[bytes](), Counter[bytes]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
         for path, members in zip(shards, pool.map(find_members, shards), strict=True):
@@ -172,8 +177,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
                 folders.add(name.removeprefix(b"./").lstrip(b"/"))
                 spans.extend(span)
             checksums.extend(members.checksums or [-1] * len(members.images))
-            for label in members.labels():
-                labels.append(numbers.setdefault(label, len(numbers)))
+            classes.add(os.path.dirname(path), members.labels())
             counts.append(len(members.images))
             facts.extend((members.size, members.time))
             kinds += members.kinds()
@@ -186,18 +190,18 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
         notes.append(f"{INDEX} is not of {some}, which are read in place of it: copy there the one made with them")
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more shards like these"]
-    classes = _class_arrays(labels, numbers, shards, notes)
+    named = classes.arrays()
     arrays = {
         **names.arrays("names"),
         **packed.arrays("shards"),
-        **(folders.arrays() if classes is None else classes),
+        **(folders.arrays() if named is None else named),
         "shard": np.repeat(np.arange(len(shards), dtype=np.int32), np.frombuffer(counts, np.int64)),
         "offset": np.frombuffer(spans, np.int64)[::2],
         "size": np.frombuffer(spans, np.int64)[1::2],
         "shards.state": np.frombuffer(facts, np.int64),
         **({"checksum": np.frombuffer(checksums, np.int64)} if known else {}),
     }
-    return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *notes]})
+    return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *classes.notes, *notes]})
 
 
 def _note_kinds(kinds: Counter[bytes]) -> list[str]:
@@ -212,29 +216,67 @@ def _note_kinds(kinds: Counter[bytes]) -> list[str]:
     ]
 
 
-def _class_arrays(
-    labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str], notes: list[str]
-) -> dict[str, np.ndarray] | None:
-    """Arrays of the classes that tar members name, sorted as numbers if all are numbers; names from classes.txt."""
-    texts = [text for text in numbers if text is not None]
-    if not texts:
-        return None
-    whole = all(text.isdigit() for text in texts)
-    texts.sort(key=int if whole else None)
+class _Classes:
+    """Collects the classes that tar members name, matched by name: in a folder with a classes.txt a number stands for
+    the name in that line."""
+
+    def __init__(self) -> None:
+        self.notes = list[str]()
+        self._labels, self._numbers = array("i"), dict[tuple[int, bytes] | None, int]()
+        self._lists, self._list_of = dict[tuple[bytes, ...], int](), dict[str, int]()
+        """Numbers of the different classes.txt, () for none; and the number of each folder's."""
+
+    def add(self, folder: str, texts: list[bytes | None]) -> None:
+        """Add the class of each image of a shard."""
+        if folder not in self._list_of and any(text is not None for text in texts):
+            names, notes = _names_in(folder)
+            self._list_of[folder] = self._lists.setdefault(names, len(self._lists))
+            self.notes += notes
+        for text in texts:
+            known_as = None if text is None else (self._list_of[folder], text)
+            self._labels.append(self._numbers.setdefault(known_as, len(self._numbers)))
+
+    def arrays(self) -> dict[str, np.ndarray] | None:
+        """Arrays of a Listing, None without classes. The classes of one list of names are sorted, as numbers if all
+        are numbers. Raises DataError for numbers without names beside others with names."""
+        texts, called = list[list[bytes]](), list[list[str]]()
+        for names, number in self._lists.items():
+            some = [text for of, text in filter(None, self._numbers) if of == number]
+            whole = all(map(bytes.isdigit, some))
+            if whole and not names:
+                self._check_unnamed(number)
+            some.sort(key=int if whole else None)
+            named = [names[int(text)] if whole and int(text) < len(names) else text for text in some]
+            texts, called = [*texts, some], [*called, list(map(os.fsdecode, named))]
+        if not texts:
+            return None
+        classes, joined = join_classes(called)
+        renumbered = np.full(len(self._numbers), -1, np.int32)
+        for number, some in enumerate(texts):
+            renumbered[[self._numbers[number, text] for text in some]] = joined[number][:-1]
+        of_images = renumbered[np.asarray(self._labels, np.int32)]
+        return label_arrays(list(range(len(classes))), of_images, list(map(os.fsencode, classes)))
+
+    def _check_unnamed(self, number: int) -> None:
+        folders = [printable(folder) for folder, of in self._list_of.items() if of == number]
+        if len(self._lists) > 1:
+            raise DataError(
+                f"the classes of the shards in {folders[0]} are numbers without names, and other folders have names in "
+                f"{CLASSES}: write one there, or give the folders as parts of data.mixture"
+            )
+        self.notes += note_unnamed(folders)
+
+
+def _names_in(folder: str) -> tuple[tuple[bytes, ...], list[str]]:
+    """The lines of classes.txt in a folder, line n for class n, () without one; and a note if it can't be read."""
+    path = os.path.join(folder, CLASSES)
     try:
-        path = os.path.join(os.path.dirname(shards[0]), CLASSES)
         text = Remote().read(FilePiece(path)) if is_url(path) else read_bytes(path, MAX_JSON_BYTES)
-        names = text.splitlines()
+        return tuple(text.splitlines()), []
     except FileNotFoundError:
-        names = []
+        return (), []
     except (OSError, ValueError, Refusal) as error:
-        names = []
-        notes.append(f"classes are numbers, without names: {CLASSES} can't be read: {one_line(error)}")
-    called = [names[int(text)] if whole and int(text) < len(names) else text for text in texts]
-    of_images = np.asarray(labels, np.int32)
-    if None in numbers:
-        of_images[of_images == numbers[None]] = -1
-    return label_arrays([numbers[text] for text in texts], of_images, called)
+        return (), [f"classes are numbers, without names: {CLASSES} can't be read: {one_line(error)}"]
 
 
 def _is_current(listing: Listing) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -182,6 +183,8 @@ class Part:
         if name.startswith("_") or name in ("whole", "others", "notes"):  # asked for while unpickling
             raise AttributeError(name)
         value = getattr(self.whole, name)
+        if name == "file_keys":
+            return lambda: value()[self._indices]
         if name == "prepare":
             return lambda indices, seconds=None: value(self._indices[indices].tolist(), seconds)
         return self._forwarded(value) if name in _FORWARDED else value
@@ -222,13 +225,15 @@ def labeled_test(train: Source) -> Part | None:
 
 def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
-    whatever is added or removed; returns training images and held-out images. Raises DataError if a side is empty.
+    whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
+    of the first that is no link. Raises DataError if a side is empty.
     """
     hashes = (
         hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
         for i in range(len(source))
     )
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
+    values = values[_first_names(source)]
     held_out = values < np.uint64(int(share * 2**64))
     parts = Part(source, np.flatnonzero(~held_out)), Part(source, np.flatnonzero(held_out))
     if not all(map(len, parts)):
@@ -240,3 +245,16 @@ def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Par
     held = f"eval.val_share {share:g}: {len(parts[1])} of {len(source)} images are held out, and not trained on"
     parts[0].notes = [*getattr(source, "notes", ()), held]
     return parts
+
+
+def _first_names(source: Source) -> np.ndarray:
+    """For each image the index of the first name of its file, (n,): the first that is no link, or else the first."""
+    keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
+    of_file, counts = np.unique(keys, return_inverse=True, return_counts=True)[1:]
+    if len(counts) == len(keys):
+        return np.arange(len(keys))
+    is_link = np.zeros(len(keys), bool)
+    for index in np.flatnonzero(counts[of_file] > 1).tolist():
+        is_link[index] = os.path.realpath(source.name(index)) != source.name(index)
+    order = np.lexsort((is_link, of_file))
+    return order[np.searchsorted(of_file[order], of_file)]

@@ -19,12 +19,11 @@ from typing import Any, BinaryIO
 from dino_ds.basics.file_format import FORMAT, check_format
 from dino_ds.data.base import name_placeholder
 from dino_ds.data.encoded import size_and_time
-from dino_ds.data.formats import EXTENSIONS, is_left_out
+from dino_ds.data.formats import HEAD, is_image, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
 from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line
 
-_ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _BLOCK, _MOST_HEADER = 512, 1 << 20
 _ZEROS, _MOST_ZEROS = 1 << 20, 64
 """Bytes per read, and most reads, when looking for another archive after an end mark."""
@@ -106,7 +105,7 @@ class Members:
         span = (member.offset_data, member.size)
         if not member.isreg() or member.sparse is not None:
             self._special.append(name)
-        elif lower.endswith(_ENDINGS):
+        elif is_image(name, lambda: _read_at(file, min(HEAD, member.size), member.offset_data)):
             if name in self.images:
                 self._repeated.append(name)
             elif self._kind in (None, _ending(name)):

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import struct
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,14 +31,16 @@ _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 _MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
 """First bytes of TIFF files; the last two are BigTIFF's."""
 _SUBFILE, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANES, _NODATA = 254, 259, 274, 277, 284, 42113
-_TILE_WIDTH, _TILE_LENGTH = 322, 323
+_BYTES, _TILE_WIDTH, _TILE_LENGTH = 279, 322, 323
 _REDUCED_OR_MASK = 0b101
-_GRAY, _GRAY_OR_RGB, _YCBCR = (0, 1), (0, 1, 2), 6
+_GRAY, _GRAY_OR_RGB, _CMYK, _YCBCR = (0, 1), (0, 1, 2), 5, 6
 _AXES, _MOST_PAGES = ("YX", "YXS", "SYX"), 10_000
 _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
 """Compressions whose decoders limit their output."""
 _DEPTH_OR_TIME = re.compile(r"""\b(slices|frames)=(?!1\b)\d|\bSize[ZT]="(?!1")\d|"axes": "[^"]*[ZT]""")
 """Descriptions by ImageJ, OME and tifffile of pages that are slices of a volume or frames of a film."""
+_CHANNELS = re.compile(r"""\bchannels=(?!1\b)\d|\bSizeC="(?!1")\d|"axes": "[^"]*C""")
+"""Those of pages that are channels."""
 
 
 def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
@@ -57,9 +60,10 @@ def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
     file = tifffile.TiffFile(io.BytesIO(data), **off)
     bands = _find_bands(data, file, wanted)
     page = bands[0]
-    if len(bands) == 1 and page.index == 0 and (image := _open_by_pillow(data, wanted, first_page=True)):
+    by_pillow = len(bands) == 1 and (page.index == 0 or page.photometric not in _GRAY_OR_RGB)
+    if by_pillow and (image := _open_by_pillow(data, wanted, page.index)):
         return image
-    if page.photometric not in _GRAY_OR_RGB:
+    if page.photometric not in _GRAY_OR_RGB and (page.photometric != _CMYK or page.samplesperpixel != wanted):
         color = getattr(page.photometric, "name", page.photometric)
         raise ValueError(f"colors as {color} of {page.bitspersample} bits are not converted: write RGB or gray")
     check_type(page.dtype)
@@ -73,7 +77,8 @@ def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
 
     channels, orientation = len(bands) * page.samplesperpixel, page.tags.valueof(_ORIENTATION)
     width, height, deep = page.imagewidth, page.imagelength, page.dtype != np.uint8
-    return Raster("TIFF", width, height, channels, deep, read, orientation or 1, page.tags.valueof(_NODATA))
+    pages = 1 if _CHANNELS.search(page.description) else len(bands)
+    return Raster("TIFF", width, height, channels, deep, read, orientation or 1, page.tags.valueof(_NODATA), pages)
 
 
 def _can_be_set(file: type, flag: str) -> bool:
@@ -82,8 +87,8 @@ def _can_be_set(file: type, flag: str) -> bool:
     return not isinstance(attribute, property) or attribute.fset is not None
 
 
-def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -> TiffImageFile | None:
-    """Open by Pillow if that reads all values of the file, or of its first page, and all `wanted` channels; else None.
+def _open_by_pillow(data: bytes, wanted: int | None, page: int | None = None) -> TiffImageFile | None:
+    """Open by Pillow if that reads all values of the only page, or of `page`, and all `wanted` channels; else None.
 
     Raises ValueError for tiles that are too large.
     """
@@ -92,18 +97,20 @@ def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -
     try:
         image = Image.open(io.BytesIO(data), formats=["TIFF"])
         assert isinstance(image, TiffImageFile)
+        image.seek(page or 0)
     except (Image.UnidentifiedImageError, SyntaxError):
         return None
     tags, bands = image.tag_v2, len(image.getbands())
     samples, color, planes = tags.get(_SAMPLES, 1), tags.get(PHOTOMETRIC), tags.get(_PLANES, 1)
-    if tags.get(_SUBFILE, 0) & _REDUCED_OR_MASK or (tags.next and not first_page):
+    if tags.get(_SUBFILE, 0) & _REDUCED_OR_MASK or (tags.next and page is None):
         return None
     _check_tile(tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) * bands, image.width * image.height * bands)
     if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
         return None
     if planes != 1 and (color == _YCBCR or image.mode in ("LA", "La")):
         return None  # Pillow returns one plane twice, or none
-    if color == _YCBCR and tags.get(_COMPRESSION, 1) == 1:
+    is_subsampled = sum(tags.get(_BYTES, ())) < 3 * image.width * image.height
+    if color == _YCBCR and tags.get(_COMPRESSION, 1) == 1 and is_subsampled:
         return None  # Pillow takes subsampled colors for pixels
     return image if not is_deep(image, data) or reads_all_bits(image) else None
 
@@ -122,6 +129,12 @@ def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> Non
     others = values[~empty]
     if not others.size or not others.min() <= number <= others.max():
         raise ValueError(f"{int(empty.sum())} values without data (GDAL's nodata {number:g}): fill or cut them")
+
+
+def note_stacks(names: Sequence[str]) -> list[str]:
+    """A note on images of three gray pages that are taken for colors."""
+    said = f"{len(names)} images looked at have three gray pages, which are taken as three channels, such as"
+    return [f"{said} {names[0]}: slices of a volume write as one image a file"] if names else []
 
 
 def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:

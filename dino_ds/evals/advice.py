@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
@@ -35,26 +37,43 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
 
 
 def note_on_shared(
-    evaluations: Collection[str], train: Source | None, test: Source | None, option: str
+    evaluations: Collection[str], train: Source | None, test: Source | None, option: str, which: str = "test"
 ) -> tuple[float, list[str]]:
-    """The share of 64 test images that are training images too (same file name, same content), and notes for the user.
-    Looks only if an evaluation needs both; all ranks must call it, and get rank 0's answer. option: names other test
-    images."""
+    """The share of the test images that are training images too, and notes for the user: those of the same file, or, of
+    64 that are looked at, of the same name and content. Looks only if an evaluation needs both; all ranks must call it,
+    and get rank 0's answer.
+
+    option: names other test images. which: what the test images are called.
+    """
     share, notes = 0.0, list[str]()
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
-        looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
-        shared = _shared(train, test, looked_at)
+        looked_at: Sequence[int] = range(len(test))
+        shared = _same_files(train, test)
+        if not shared:
+            looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
+            shared = _shared(train, test, looked_at)
         if shared:
             share = len(shared) / len(looked_at)
             notes.append(
-                f"{len(shared)} of {len(looked_at)} test images looked at are training images too, such as "
+                f"{len(shared)} of {len(looked_at)} {which} images looked at are training images too, such as "
                 f"{test.name(shared[0])}: a score on them says nothing about new images; name others with {option}"
             )
     return distributed.gather_objects((share, notes))[0]
 
 
-def _shared(train: Source, test: Source, looked_at: list[int]) -> list[int]:
+def _same_files(train: Any, test: Any) -> list[int]:
+    """Indices of the test images whose files are those of training images, by whatever links or spelling."""
+    if not all(hasattr(source, "file_keys") for source in (train, test)):
+        return []
+    keys, test_keys = train.file_keys(), test.file_keys()
+    shared: list[int] = np.flatnonzero(np.isin(test_keys, keys)).tolist()
+    # Keys are from when a folder was listed: one pair is compared.
+    is_true = shared and _is_same(train, int(np.argmax(keys == test_keys[shared[0]])), test, shared[0])
+    return shared if is_true else []
+
+
+def _shared(train: Source, test: Source, looked_at: Sequence[int]) -> list[int]:
     """Indices of the test images that have the same content as a training image of the same name."""
     if not all(hasattr(source, "read") for source in (train, test)):
         return []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.data.base import Source
+from dino_ds.data.classes import join_classes
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.normalization import Normalization
@@ -136,10 +137,9 @@ class EvalContext:
     def test_indices(self) -> list[int]:
         """`any_indices`, checked: raises DataError without labels, or for classes that no training image in use has."""
         train, test = self.train_source, self.test_source
-        indices = self.any_indices
-        seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
-        wanted = {test.classes[label] for label in _labels_of(test, indices)} if test.classes else set()
-        if unseen := sorted(wanted - seen):
+        indices, classes = self.any_indices, train.classes or []
+        wanted = set(_class_numbers(train, test)[_labels_of(test, indices)].tolist())
+        if unseen := sorted(classes[number] for number in wanted - set(_labels_of(train, self.train_indices).tolist())):
             raise DataError(
                 f"none of {len(self.train_indices)} training images is of {len(unseen)} classes of the test images: "
                 f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
@@ -165,9 +165,9 @@ class EvalContext:
     def test(self) -> Labeled:
         """`any_images` as test images: labels are numbers of the training images' classes."""
         _ = self.test_indices  # raises an error if they don't fit
-        images, classes = self.any_images, self.train_source.classes or []
-        numbers = [classes.index(name) for name in self.test_source.classes or []]
-        return Labeled(images.features, torch.tensor(numbers, device=self.device)[images.labels], len(classes))
+        images, train = self.any_images, self.train_source
+        numbers = torch.from_numpy(_class_numbers(train, self.test_source).astype(np.int64)).to(self.device)
+        return Labeled(images.features, numbers[images.labels], len(train.classes or []))
 
     @cached_property
     def any_images(self) -> Labeled:
@@ -235,7 +235,7 @@ class EvalContext:
         for which, images in (("training", train), ("test", test)):
             if not _is_labeled(images):
                 raise _no_classes(f"the {which} images")
-        if missing := sorted(set(test.classes or []) - set(train.classes or [])):
+        if missing := join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
             raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
         return train, test
 
@@ -263,8 +263,13 @@ def _is_labeled(source: Source) -> bool:
     return source.labels is not None and bool(source.classes)
 
 
-def _labels_of(source: Source, indices: list[int]) -> set[int]:
-    return set(np.asarray(source.labels)[indices].tolist())
+def _labels_of(source: Source, indices: list[int]) -> np.ndarray:
+    return np.asarray(source.labels)[indices]
+
+
+def _class_numbers(train: Source, test: Source) -> np.ndarray:
+    """The training class of each test class by its name, and -1 as the last entry."""
+    return join_classes((train.classes or [], test.classes or []))[1][1]
 
 
 def _no_classes(images: str) -> DataError:

@@ -15,6 +15,7 @@ from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.find_range import find_misfits, look_at_values
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.sources import build_source, recipe_images
+from dino_ds.data.tiff import note_stacks
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.weights.load import Backbone
@@ -85,5 +86,6 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
                 remedy = "store all images alike"
             notes = [f"{words}: the model has no range of its own"] if words else []
-            range_and_notes = chosen, notes + [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
+            notes += [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
+            range_and_notes = chosen, notes + note_stacks(sample.stacks)
     return distributed.gather_objects(range_and_notes)[0]

@@ -105,6 +105,8 @@ class EvalRunner(AtStep):
         runner._notes += [unread] * (settings.root is not None and not data.own_files)
         runner.knn.shared, shared = note_on_shared(names, train, test, "eval.root")
         runner._notes += [*problem, *runner.knn.notes(), *shared]
+        if settings.val_root:
+            runner._notes += note_on_shared([VAL_LOSS], train, held_out, "eval.val_root", "held-out")[1]
         return runner
 
     def _check(self, name: str) -> None:

@@ -20,6 +20,7 @@ from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import open_image
 from dino_ds.data.root import check_split, test_folder
 from dino_ds.data.sources import build_source
+from dino_ds.data.tiff import note_stacks
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
@@ -59,7 +60,7 @@ def run(options: AdviseOptions) -> Result:
         "gpus": gpus,
         "advice": [vars(row) for row in rows],
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
-        "notes": list(_notes(facts, images, options)),
+        "notes": [*images.pop("notes"), *_notes(facts, images, options)],
     }
     return Result(result, _page(result, options.root or options.source))
 
@@ -70,7 +71,7 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
     )
     most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
-    sides, channels, types = list[int](), Counter[int](), set[str]()
+    sides, channels, types, stacks = list[int](), Counter[int](), set[str](), list[str]()
     unreadable = looked_at = 0
     chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
     prepare_images(source, chosen[:_LEAST_SAMPLE])
@@ -84,6 +85,7 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         else:
             sides.append(min(image.width, image.height))
             channels[image.channels] += 1
+            stacks += [source.name(index)] * (getattr(image, "pages", 1) == 3)
         if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
             break
     if not sides:
@@ -95,6 +97,7 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         "classes": None if source.classes is None else len(source.classes),
         "channels": channels.most_common(1)[0][0],
         "types": sorted(types),
+        "notes": [*getattr(source, "notes", ()), *note_stacks(stacks)],
         "side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)},
     }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -13,10 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dino_ds.cli.main import main
+from dino_ds.config.fields import LEAST_IMAGES
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import UnreadableImage
+from dino_ds.data.root import with_own_images
 from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError
-from tests.data.files import members, png, read, reds
+from tests.data.files import encoded, members, photo, png, read, reds
 
 LONG = "dog/" + "long" * 40 + "/a b.png"
 TREE = {
@@ -140,7 +145,7 @@ def test_links_and_files_with_holes_are_counted(tmp_path):
     files = (
         ("a/0.png", tarfile.SYMTYPE, "../b/2.png"), ("a/1.png", 1), ("b/1.png", tarfile.LNKTYPE, "a/1.png"),
         ("c.png", tarfile.SYMTYPE, "/etc/passwd"), ("d", tarfile.SYMTYPE, "a"), ("e.png", tarfile.FIFOTYPE, ""),
-        ("f", 5), ("g.png", 2),
+        ("f", b"x"), ("g.png", 2),
     )  # fmt: skip
     source = read(tar(tmp_path / "x.tar", *files))
     assert dict(zip(members(source), reds(source), strict=True)) == {"a/1.png": 1, "g.png": 2}
@@ -214,6 +219,64 @@ def test_other_kinds_are_counted(tmp_path):
     assert read(tar(tmp_path / "s/a.tar", ("ok.png", 1), *((name, b"x") for name in names))).notes == [note]
     (tmp_path / "s/b.tar.gz").write_bytes(b"")
     assert read(tmp_path / "s").notes[-1] == note.replace("5 files", "1 files").replace("as x:", "as b.tar.gz:")
+
+
+WITHOUT_ENDING = {
+    "JPEG": encoded(photo(), "JPEG"),
+    "1.2.840.113619.2": b"\0" * 128 + b"DICM",
+    "IM0001": b"\x08\0\x05\0CS",
+    "npy": b"\x93NUMPY\1\0",
+    "big.tif.7": b"MM\0+",
+    **{form: encoded(photo(), form) for form in ("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000")},
+}
+OTHERS = {
+    "notes": b"P2P notes, BM, GIF",
+    "empty": b"",
+    "DICOMDIR": b"\0" * 128 + b"DICM",
+    "raw.nef": b"II*\0",
+    "x.png~": WITHOUT_ENDING["PNG"],
+}
+
+
+def test_files_without_an_ending_are_images_by_their_content(tmp_path):
+    """In folders and tar shards, beside named ones; all others are left out, and said but for files about images."""
+    files = {**WITHOUT_ENDING, **OTHERS, "a.png": WITHOUT_ENDING["PNG"]}
+    (tmp_path / "d").mkdir()
+    for name, data in files.items():
+        (tmp_path / "d" / name).write_bytes(data)
+    os.mkfifo(tmp_path / "d/pipe")  # would wait for a writer
+    shard = tar(tmp_path / "s/a.tar", *files.items())
+    for root, left_out in ((tmp_path / "d", 5), (shard, 4)):
+        source = read(root)
+        assert set(members(source)) == {*WITHOUT_ENDING, "a.png"}
+        [note] = source.notes
+        assert note.startswith(f"{left_out} files that can't be read are left out, such as empty: ")
+    assert with_own_images(load_recipe("cifar10", {"data.root": str(tmp_path / "d")}), ["data.root"], []).data.own_files
+
+
+@pytest.mark.slow
+def test_every_command_says_what_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for i in range(LEAST_IMAGES):
+        (tmp_path / f"d/{i % 2}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"d/{i % 2}/{i}").write_bytes(png(i))
+    (tmp_path / "d/0/x.rw2").write_bytes(b"x")
+    for line in ("look-data --data.root d --sample 2 --images 1 --out x.png", "shard --root d --out s", "advise d"):
+        main(line.split())
+        assert "1 files that can't be read are left out, such as 0/x.rw2" in "".join(capsys.readouterr()), line
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_folder_of_save_to_disk_is_answered_with_what_to_type(tmp_path, splits):
+    for folder in (tmp_path / "train",) if splits else (tmp_path,):
+        folder.mkdir(exist_ok=True)
+        for name in ("data-00000-of-00001.arrow", "state.json", "dataset_info.json"):
+            (folder / name).write_text("{}")
+    (tmp_path / "dataset_dict.json").write_text("{}") if splits else None
+    place = tmp_path / "SPLIT" if splits else tmp_path
+    said = f"load_from_disk('{place}').to_parquet('images.parquet')\", then give images.parquet"
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(tmp_path)
 
 
 PLACEHOLDERS = {

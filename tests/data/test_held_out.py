@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dino_ds.config.sections import DataSection
 from dino_ds.data.sources import Part, build_source, split_off, training_images
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.advice import note_on_shared
+from tests.data.test_forms import tar
+from tests.data.test_parquet import struct, write
 from tests.run.harness import image_folder
 
 
@@ -71,3 +78,116 @@ def test_training_does_not_see_what_is_held_out(tmp_path):
 def test_a_share_of_what_is_not_drawn_equally_often_is_refused(more, tmp_path):
     with pytest.raises(ConfigError, match=f"data.{next(iter(more))}: give eval.val_root"):
         training_images(DataSection(root=str(tmp_path), **more), 0.3)
+
+
+# one file, one side
+
+
+def _linked_files(link):
+    def make(home: Path) -> Path:
+        (home / "b").mkdir()
+        for path in (home / "a").iterdir():
+            link(path, home / "b" / f"other {path.name}")
+        return home / "b"
+
+    return make
+
+
+def _linked_folder(home: Path) -> Path:
+    (home / "b").symlink_to(home / "a")
+    return home / "b"
+
+
+def _archive(form: str, link):
+    def make(home: Path) -> Path:
+        """Another name, in b, of an archive in a."""
+        shutil.rmtree(home / "a")
+        archive = home / f"a/x.{form}"
+        if form == "tar":
+            tar(archive, *((f"{i}.png", i) for i in range(40)))
+        elif form == "parquet":
+            write(archive, {"image": struct(range(40))})
+        else:
+            archive.parent.mkdir()
+            with pytest.importorskip("h5py").File(archive, "w") as file:
+                file["images"] = np.arange(40 * 64, dtype=np.uint16).reshape(40, 8, 8)
+        (home / "b").mkdir()
+        link(archive, home / f"b/y.{form}")
+        return home / "b"
+
+    return make
+
+
+SECOND_NAMES = {
+    "links of files": _linked_files(lambda path, link: link.symlink_to(path)),
+    "hard links": _linked_files(os.link),
+    "a link of the folder": _linked_folder,
+    "a detour": lambda home: home / "c/../a",
+    "tar": _archive("tar", os.link),
+    "parquet": _archive("parquet", os.link),
+    "h5": _archive("h5", os.symlink),
+}
+
+
+@pytest.fixture(params=SECOND_NAMES)
+def named_twice(request, tmp_path):
+    """A folder of 40 images, another name of it or of all its files, and the ending of a pattern of archives."""
+    home = tmp_path / "home"
+    image_folder(home / "a", 40)
+    (home / "c").mkdir()
+    second = SECOND_NAMES[request.param](home)
+    return home / "a", second, request.param if len(os.listdir(home / "a")) == 1 else ""
+
+
+def _listed(*folders: Path) -> str:
+    """A list of all images, each folder's after the other's."""
+    paths = [f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(folder))]
+    (folders[0].parent / "list.txt").write_text("".join(f"{path}\n" for path in paths))
+    return str(folders[0].parent / "list.txt")
+
+
+def _is_of_links(folder: Path) -> bool:
+    return all(path.is_symlink() for path in folder.iterdir())
+
+
+def _keys(*parts: Part) -> list[set[int]]:
+    return [set(part.file_keys().tolist()) for part in parts]
+
+
+def test_all_names_of_a_file_are_on_its_side(named_twice, tmp_path):
+    """Whichever comes first, and on the side where it is without the others."""
+    first, second, archives = named_twice
+
+    def sides(*folders: Path) -> tuple[Part, Part]:
+        names = ",".join(folder.name for folder in folders)
+        root = f"{first.parent}/{{{names}}}/*.{archives}" if archives else _listed(*folders)
+        return split_off(build_source("folder", root, "train", False), None, 0.3)
+
+    for folders in itertools.permutations((first, second)):
+        train, held_out = _keys(*sides(*folders))
+        assert not train & held_out and len(train | held_out) == 40 and 4 <= len(held_out) <= 20
+        assert sum(map(len, sides(*folders))) == 80
+        if not archives and (folders[0] == first or os.path.realpath(second) != str(second) or _is_of_links(second)):
+            assert _keys(*sides(first)) == [train, held_out]
+
+
+def test_a_tree_with_links_of_its_files(tmp_path):
+    image_folder(tmp_path / "m", 40)
+    (tmp_path / "_").mkdir()
+    for i in range(40):
+        (os.link if i % 2 else os.symlink)(tmp_path / f"m/{i:03d}.png", tmp_path / f"_/{i}.png")
+    whole = build_source("folder", str(tmp_path), "train", False)
+    train, held_out = _keys(*split_off(whole, str(tmp_path), 0.3))
+    assert not train & held_out and len(whole) == 80
+
+
+def test_a_mixture_of_both_names_is_refused(named_twice):
+    data = DataSection(source="folder", mixture=tuple(f"{folder}=0.5" for folder in named_twice[:2]))
+    with pytest.raises(ConfigError, match=r"a and .* are the same place or images: give it once"):
+        training_images(data, 0.0)
+
+
+def test_test_images_by_another_name_are_said(named_twice):
+    sources = [build_source("folder", str(root), "train", False) for root in named_twice[:2]]
+    share, (said,) = note_on_shared(["knn"], *sources, "--test_root")
+    assert share == 1 and said.startswith("40 of 40 test images looked at are training images too")

@@ -93,7 +93,7 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     with pytest.raises(DataError) as caught:
         read(tmp_path / "x")
     assert str(caught.value).startswith(f"no images under {tmp_path}/x (looked for .jpg .jpeg .jfif .jpe ")
-    assert "in 1 files, 3 folders: a b c; a .txt list may name images without such endings). Give the folder" in str(
+    assert "in 1 files, 3 folders: a b c; a .txt list may name images of other endings). Give the folder" in str(
         caught.value
     )
     assert "\n" not in str(caught.value)
@@ -212,11 +212,16 @@ def test_the_example_of_the_docs_runs(write_module, tmp_path):
     assert sum(bool(line) for line in code.splitlines()) <= 15
     write_module("my_module", code)
     root = image_folder(tmp_path / "images", 8, classes=2)
-    broken = sorted(root.rglob("*.png"))[3]
+    turned, broken = sorted(root.rglob("*.png"))[2:4]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.effect_noise((20, 10), 99).convert("RGB").save(turned, exif=exif)
     broken.write_bytes(b"broken")
     recipe = load_recipe(None, {"data.source": "my_module:MySource", "data.root": str(root)})
     source = build_source(recipe.data.source, recipe.data.root, "train", recipe.data.download)
     assert len(source) == 8 and source.labels is None and source.classes is None
+    folder = build_source("folder", str(root), "train", False)
+    assert np.array_equal(source.load(2), folder.load(2)) and source.load(2).size == (10, 20)
     [batch] = batches(1, source=source)
     assert sorted(batch.indices.tolist()) == list(range(8))
     assert batch.bad and all(str(broken) in text for text in batch.bad)

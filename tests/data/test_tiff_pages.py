@@ -80,14 +80,16 @@ def read(data: bytes, channels: int = 3) -> np.ndarray | str:
 
 @pytest.mark.parametrize(("color", "bits"), [*((color, 8) for color in COLORS), *((color, 16) for color in STORED)])
 def test_the_whole_page_is_read_in_every_color(color, bits):
-    """Colors that Pillow converts, of 8 bits, it reads from the first page."""
+    """Colors that Pillow converts, of 8 bits, it reads from any page."""
     by_pillow = color in ("palette", "separated")
     alone = read(written(color, bits, "alone", [{}]))
     for layout, pages in LAYOUTS.items():
         found = read(written(color, bits, layout, pages))
-        if color not in STORED and not (by_pillow and "first" not in layout):
+        if color not in STORED and not by_pillow:
             assert re.fullmatch(NOT_CONVERTED, str(found)), layout
             continue
+        if color == "separated":
+            np.testing.assert_array_equal(read(written(color, bits, layout, pages), 4), CMYK, layout)
         np.testing.assert_array_equal(in_channels(found, 3), in_channels(alone, 3), layout)
         if color in STORED:
             white = np.iinfo(found.dtype).max
@@ -111,11 +113,28 @@ def test_slices_and_frames_are_no_bands(kind, axes):
     assert isinstance(found, np.ndarray) if axes == "CYX" else "of a volume or film write one image" in found
 
 
-def test_ycbcr_is_read_only_where_it_is_compressed():
-    """Of uncompressed files Pillow takes subsampled colors for pixels."""
+def test_ycbcr_is_read_unless_it_is_subsampled_and_not_compressed():
+    """Of such files Pillow takes subsampled colors for pixels."""
     ycbcr = photo(64, 48).convert("YCbCr")
     assert read(encoded(ycbcr, "TIFF", compression="jpeg")).shape == (48, 64, 3)
-    assert re.fullmatch(NOT_CONVERTED, read(encoded(ycbcr, "TIFF")))
+    np.testing.assert_array_equal(read(encoded(ycbcr, "TIFF")), ycbcr.convert("RGB"))
+    stream = io.BytesIO()
+    tag = [(530, "H", 2, (2, 2), True)]
+    tifffile.imwrite(stream, np.zeros((48, 32, 3), np.uint8), photometric="ycbcr", extratags=tag)
+    data = bytearray(stream.getvalue())
+    page = tifffile.TiffFile(io.BytesIO(data)).pages[0]
+    data[page.tags["ImageWidth"].valueoffset] = 64  # half as many bytes as three a pixel
+    assert re.fullmatch(NOT_CONVERTED, read(bytes(data)))
+
+
+@pytest.mark.parametrize(("metadata", "said"), [(None, True), ({"axes": "CYX"}, False)])
+def test_three_gray_pages_are_not_taken_for_colors_without_a_word(metadata, said):
+    """Unless the file calls them channels."""
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, np.stack([GRAY] * 3), photometric="minisblack", metadata=metadata)
+    notes = with_image_settings(load_recipe(None, {}), Files(stream.getvalue()))[1]
+    note = "1 images looked at have three gray pages, which are taken as three channels, such as files/0.png: slices"
+    assert [text[: len(note)] for text in notes] == [note] * said
 
 
 # further channels

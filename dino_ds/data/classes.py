@@ -1,0 +1,71 @@
+"""Matches the classes of several files or sources by name."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from dino_ds.data.listing import LABEL_NAMES, printable
+from dino_ds.errors import DataError
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+"""Value in the name of a folder of rows without one."""
+
+
+def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.ndarray]]:
+    """Match the classes of several sources by name; a name that a list has twice is two classes.
+
+    Returns all names in the order of first appearance, and for each list the joined number of each of its classes, with
+    -1 as the last entry, so that labels, -1 for none, can be its index.
+    """
+    joined, numbers = dict[tuple[str, int], int](), list[np.ndarray]()
+    for names in lists:
+        seen, of_list = Counter[str](), list[int]()
+        for name in names:
+            of_list.append(joined.setdefault((name, seen[name]), len(joined)))
+            seen[name] += 1
+        numbers.append(np.array([*of_list, -1], np.int32))
+    return [name for name, _ in joined], numbers
+
+
+def note_unnamed(places: Iterable[str]) -> list[str]:
+    """A note on classes that have only numbers in several places, if there are several."""
+    several = list(dict.fromkeys(places))
+    some = ", ".join([*several[:3], "..."] if len(several) > 3 else several)
+    note = f"the classes of {some} are numbers without names: equal numbers are taken for the same class"
+    return [note] if len(several) > 1 else []
+
+
+def by_name(labels: list[list[Any]], names: list[list[str]], files: list[str]) -> tuple[list[list[Any]], list[str]]:
+    """Labels by file, and the class names of all files, of which each had its own. Raises DataError for numbers without
+    names in some files only."""
+    if all(some == names[0] for some in names):
+        return labels, names[0]
+    for values, some, file in zip(labels, names, files, strict=True):
+        if not all(value is None or value < len(some) for value in values):
+            raise DataError(
+                f"{printable(file)} has class numbers without names, unlike other files: write them into all files "
+                "(with datasets: ClassLabel), or give the files as parts of data.mixture"
+            )
+    classes, joined = join_classes(names)
+    for values, numbers in zip(labels, joined, strict=True):
+        values[:] = [int(numbers[-1 if value is None or value < 0 else value]) for value in values]
+    return labels, classes
+
+
+def partitions(files: list[str]) -> tuple[list[str | None], list[str]]:
+    """The class of each file by a folder such as label=cat below the files' common one; and a note on other folders."""
+    begin = len(os.path.commonpath(list(map(os.path.dirname, files)))) + 1
+    of_files = [dict(part.split("=", 1) for part in file[begin:].split("/")[:-1] if "=" in part) for file in files]
+    keys = list(dict.fromkeys(key for pairs in of_files for key in pairs))
+    key = next((name for name in LABEL_NAMES if name in keys), None)
+    if key is None:
+        folders = ", ".join(f"{printable(name)}=…" for name in keys[:3])
+        return [None] * len(files), [f"folders {folders} give no classes: call them label=…"] * bool(keys)
+    values = (pairs.get(key, _NULL) for pairs in of_files)
+    return [None if value == _NULL else unquote(value) for value in values], []
