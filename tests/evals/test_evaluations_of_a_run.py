@@ -93,10 +93,10 @@ def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
     runner = _runner(sources)
     assert set(_evaluate(runner, 0)) == {"knn", "linear"}
 
-    def fail(_):
+    def linear(_):
         raise DataError("the disk is gone")
 
-    monkeypatch.setattr(suite, "linear", fail)
+    monkeypatch.setattr(suite, "linear", linear)
     found = _evaluate(runner, 2)
     assert set(found) == {"knn"}
     assert runner.lines(found)[0] == "evals    linear can't be evaluated at step 2: the disk is gone"

@@ -39,7 +39,7 @@ def test_an_export_prepares_images_as_evaluations_do(tmp_path, side, longer, of_
     if of_a_run:
         source = tmp_path / "run"
         FORMATS["safetensors"][0](model, tmp_path / "run/teacher.safetensors")
-        (source / "config.yaml").write_text(f"data: {{root: {tmp_path / 'images'}}}")
+        (source / "config.yaml").write_text(f"format: 1\ndata: {{root: {tmp_path / 'images'}}}")
     page = export(ExportOptions(model=str(source), format="timm", out=str(tmp_path / "timm"))).page
     stated = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
     cuts = side > 32 and of_a_run
