@@ -43,6 +43,7 @@ _EPOCH_STEPS, _CPU = 1000, torch.device("cpu")
 
 def describe_student(recipe: Recipe) -> dict[str, Any]:
     """The student's weights and the objective's statistics, as `StudentFacts` in plain JSON."""
+    _read_widths(recipe)
     with rehearsal("cpu"), FakeTensorMode():
         objective = build_objective(recipe, _CPU, _frozen(recipe))
     network = build_meta(recipe, PerformanceOptions(), objective.queries, objective.student_features())
@@ -71,6 +72,7 @@ def rehearse(
 
     recorder: makes the recorder of the step, from the tensors that exist before it.
     """
+    _read_widths(recipe)
     if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
         for _ in range(2):  # the first collection may release another engine
             gc.collect()
@@ -228,6 +230,13 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
     for spec in teachers_of(recipe):
         changes |= spec.without_file(recipe)
     return recipe.model_copy(update=changes)
+
+
+def _read_widths(recipe: Recipe) -> None:
+    """Find the widths of student and frozen teacher, before tensors are fake: a network that is not dino_ds's is built
+    for it."""
+    for spec in (recipe.model.spec(), frozen_spec(recipe)):
+        _ = spec and spec.width
 
 
 def _frozen(recipe: Recipe) -> FrozenSource | None:

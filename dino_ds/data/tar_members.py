@@ -157,6 +157,8 @@ class IndexedMembers(Members):
 
     def __init__(self, line: bytes, index: str) -> None:
         shard = json.loads(line)
+        if not isinstance(shard, dict):
+            raise ValueError("no object")
         check_format(shard.get("format"), index, "remove it, or make the shards again")
         names, *numbers, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
         self.name, self.size, self.end = str(shard["shard"]), shard["bytes"], shard["end"]

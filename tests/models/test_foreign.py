@@ -7,6 +7,7 @@ import torch
 from timm.layers import StdConv2d
 from torch import Tensor, nn
 
+from dino_ds.basics.own_code import allow_code
 from dino_ds.method.ema import _low_precision_copy
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.network import Network
@@ -52,7 +53,8 @@ def test_attention_biases_of_a_teacher_are_those_of_its_weights():
 @torch.no_grad()
 def test_a_low_precision_copy_has_what_autocast_casts():
     """Equal to the bit; weights of a convolution that standardises them stay FP32, where it is a segment too."""
-    network = Network(_built(f"{__name__}:Standardised"), {}, {}, ["cls"]).eval()
+    allow_code([own := f"{__name__}:Standardised"])
+    network = Network(_built(own), {}, {}, ["cls"]).eval()
     running, (copies, _) = _low_precision_copy(network, torch.bfloat16)
     assert [tuple(tensor.shape) for tensor in copies] == [(8, 16), (8,)]
     images = {"global": [torch.randn(4, 3, 32, 32)]}

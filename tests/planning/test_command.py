@@ -83,7 +83,7 @@ def test_a_precision_that_is_not_the_card_s_is_named(gpu, config, words, invente
         (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "here it is model.backbone"),
         (["--gpu", "t4-16g", "--gpus", "24"], "512 is not a multiple of 24 GPUs: add --data.global_batch 504"),
         (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
-        (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml exists"),
+        (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml is there already"),
         (["--gpu", "t4-16g", "--write", "nowhere/x.json"], "folder is missing"),
         (["--gpu", "t4-16g", "--write", "x", "--ds_config", "ds_configs/zero1_fp16.json"], "leave --ds_config out"),
     ],

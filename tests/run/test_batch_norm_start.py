@@ -122,6 +122,7 @@ def test_what_trains_is_what_is_exported(place):
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for rule, alone in (("auto", True), ("reference", False)):
         changes = _from_start(place) | {"teacher.batch_norm": rule, "head.batch_norm": "true"}
+        changes["model.freeze_backbone"] = "0 steps"
         recipe = _recipe("continue", place, changes)
         network = build_network(recipe, load_ds_config(str(REPOSITORY / "ds_configs/zero1_fp32.json"), {}).performance)
         backbone = network.train().backbone

@@ -100,8 +100,10 @@ def run_in_child(
                     processes.append(
                         psutil.Popen(command, env=variables, stdin=given, stdout=output, stderr=subprocess.STDOUT)
                     )
-        _wait(processes, limits)
-        if any(process.returncode for process in processes) or not result.exists():
+        codes = _wait(processes, limits)
+        if -signal.SIGKILL in codes:
+            raise ChildOutOfMemory("a measuring process was killed, most likely for its memory: take a smaller --batch")
+        if any(codes) or not result.exists():
             lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
             reason = lines[-1] if lines else "it printed nothing"
             raise ChildFailed(f"a measuring process ended without a result: {reason}")
@@ -116,8 +118,9 @@ def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
 
 
-def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> None:
-    """Wait until all processes have ended; end them at a limit, or when one has failed. Raises ChildFailed."""
+def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> list[int | None]:
+    """Wait until all processes have ended, or one has failed; return the exit codes of those that ended by themselves.
+    Those that are left, also at a limit, are killed. Raises ChildFailed at a limit."""
     end = float("inf") if limits.seconds is None else time.monotonic() + limits.seconds
     most = float("inf") if limits.gib is None or torch.cuda.is_available() else limits.gib  # a GPU's is the allocator's
     try:
@@ -126,14 +129,11 @@ def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> None:
             sizes = [_resident_gib(process) for process in processes]
             if max(sizes) > most:
                 raise ChildOutOfMemory(f"a measuring process took {max(sizes):.2f} GiB, more than {most:.2f}")
-            if any(process.poll() == -signal.SIGKILL for process in processes):
-                raise ChildOutOfMemory(
-                    "a measuring process was killed, most likely for its memory: take a smaller --batch"
-                )
             if any(process.poll() for process in processes):
-                return
+                break
             if time.monotonic() > end:
                 raise ChildFailed(f"a measuring process had not ended after {limits.seconds:.0f} s")
+        return [process.poll() for process in processes]
     finally:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
