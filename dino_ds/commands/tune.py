@@ -66,24 +66,24 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     search, error = Search(recipe, ds, ds_path, trials), None
     try:
         search.run()
-        if options.profile and search.found.best:
-            trials.step(search.found.best, 1.0, profile=options.profile)
+        if options.profile and search.findings.best:
+            trials.step(search.findings.best, 1.0, profile=options.profile)
     except (KeyboardInterrupt, OutOfMemory) as reason:  # what is known so far is shown
         error = reason
-    found = search.found
-    command = _command(found, recipe, ranks, Path(options.write) if options.write else None)
-    tables, verdict = list(_tables(found, trials)), _verdict(found)
+    findings = search.findings
+    command = _command(findings, recipe, ranks, Path(options.write) if options.write else None)
+    tables, verdict = list(_tables(findings, trials)), _verdict(findings)
     heading = f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"
     remarks = _remarks(trials, recipe)
     lines = [heading, host_line(describe_host()), "", *remarks, verdict, command]
     facts = {
         "verdict": verdict,
         "command": command,
-        **asdict(replace(found, best=None, settings={})),
+        **asdict(replace(findings, best=None, settings={})),
         "others_cores": trials.others_cores,
     }
     body = render("tune.html", lines=lines[:2], remarks=remarks, verdict=verdict, command=command, tables=tables,
-                  charts_drawn=[*filter(None, map(draw_chart, _charts(found)))], parts=(parts := _parts(found)),
+                  charts_drawn=[*filter(None, map(draw_chart, _charts(findings)))], parts=(parts := _parts(findings)),
                   most=max((length for _, _, [(_, length)] in parts), default=1.0))  # fmt: skip
     replace_file(page, build_document("bench tune", body))
     replace_file(data, json.dumps({"kept": trials.kept, "result": facts}, indent=1))
@@ -111,11 +111,11 @@ def _remarks(trials: Trials, recipe: Recipe) -> list[str]:
     ]
 
 
-def _verdict(found: Findings) -> str:
+def _verdict(findings: Findings) -> str:
     """What the search has found, in a sentence."""
-    if "tuned" not in found.pair or not found.pair["tuned"].rates:
+    if "tuned" not in findings.pair or not findings.pair["tuned"].rates:
         return "not finished: the reasons are below"
-    shipped, tuned = found.pair["as given"], found.pair["tuned"]
+    shipped, tuned = findings.pair["as given"], findings.pair["tuned"]
     if shipped.failed:
         return (
             f"{number(tuned.images_per_second, 3)} images/s; as given, it does not run here: {one_line(shipped.failed)}"
@@ -126,21 +126,21 @@ def _verdict(found: Findings) -> str:
     return f"{gain}{learned}" if beats(tuned, shipped) else f"no faster than as given, within the spread: {gain}"
 
 
-def _command(found: Findings, recipe: Recipe, ranks: int, folder: Path | None) -> str:
+def _command(findings: Findings, recipe: Recipe, ranks: int, folder: Path | None) -> str:
     """The command that trains with what was found, or "" if nothing was; also written to `folder`, if given."""
-    if found.best is None:
+    if findings.best is None:
         return ""
-    workers = {} if found.workers is None else {"data.workers": str(found.workers)}
-    ds = {**found.best.ds, "train_micro_batch_size_per_gpu": found.best.config.micro_batch}
-    ds["gradient_accumulation_steps"] = found.best.config.accumulation
+    workers = {} if findings.workers is None else {"data.workers": str(findings.workers)}
+    ds = {**findings.best.ds, "train_micro_batch_size_per_gpu": findings.best.config.micro_batch}
+    ds["gradient_accumulation_steps"] = findings.best.config.accumulation
     if folder is not None:
         folder.mkdir()
-        (folder / "recipe.yaml").write_text(dump_recipe(found.best.recipe), encoding="utf-8")
+        (folder / "recipe.yaml").write_text(dump_recipe(findings.best.recipe), encoding="utf-8")
         write_ds(ds, folder / "ds_config.json")
         words = ["--config", f"{folder}/recipe.yaml", "--ds_config", f"{folder}/ds_config.json"]
         words += [word for key, value in workers.items() for word in (f"--{key}", value)]
     else:
-        words = [*_recipe_words(recipe, workers), "--ds_config", found.best.path, *_ds_words(found.best)]
+        words = [*_recipe_words(recipe, workers), "--ds_config", findings.best.path, *_ds_words(findings.best)]
     program = ["deepspeed", "--num_gpus", str(ranks), "dino_ds/train.py"] if ranks > 1 else ["dino-ds", "train"]
     return shlex.join([*program, *words])
 
@@ -179,11 +179,11 @@ def _figures(result: Measurement) -> tuple[str, ...]:
     return number(result.images_per_second, 3), spread, gib(result.peak_mib / 1024)
 
 
-def _tables(found: Findings, trials: Trials) -> list[Table]:
+def _tables(findings: Findings, trials: Trials) -> list[Table]:
     """The parts of the page that have rows."""
     sizes = [
-        (str(size), gib(found.predicted_gib[size]), *(("–", "–", "–") if result.failed else _figures(result)))
-        for size, result in found.sizes.items()
+        (str(size), gib(findings.predicted_gib[size]), *(("–", "–", "–") if result.failed else _figures(result)))
+        for size, result in findings.sizes.items()
     ]
     loaders = [
         (
@@ -192,33 +192,35 @@ def _tables(found: Findings, trials: Trials) -> list[Table]:
             percent(100 * speed["wait"]),
             number(speed["step_images_per_second"]),
         )
-        for n, speed in found.loaders.items()
+        for n, speed in findings.loaders.items()
     ]
-    levers = {name: result for name, result in found.levers.items() if not result.failed}
+    levers = {name: result for name, result in findings.levers.items() if not result.failed}
     fastest = sorted(levers, key=lambda name: -levers[name].images_per_second)
     measured = ("images/s", "spread", "peak of a rank")
-    limit = f"A rank may take {gib(trials.limit_gib)}. {found.limited_by or 'The largest is the whole batch'}."
-    pair = [(name, *_figures(result)) for name, result in found.pair.items() if result.rates]
-    enough = f"Taken: {found.workers}, the fewest with a wait below {100 * ENOUGH_WAIT:.0f} %, or the fastest step's."
+    limit = f"A rank may take {gib(trials.limit_gib)}. {findings.limited_by or 'The largest is the whole batch'}."
+    pair = [(name, *_figures(result)) for name, result in findings.pair.items() if result.rates]
+    enough = (
+        f"Taken: {findings.workers}, the fewest with a wait below {100 * ENOUGH_WAIT:.0f} %, or the fastest step's."
+    )
     tables = [
         Table("As given and tuned", ("", *measured), pair),
         Table("Micro-batches", ("images", "predicted", *measured), sizes, limit),
         Table("Loader processes", ("", "alone, images/s", "wait in the step", "step, images/s"), loaders, enough),
-        Table("Loading an image", ("stage", "ms"), [(name, f"{ms:.2f}") for name, ms in found.stages.items()]),
+        Table("Loading an image", ("stage", "ms"), [(name, f"{ms:.2f}") for name, ms in findings.stages.items()]),
         Table("Levers, each changed alone", ("", *measured, "what is learned"),
-              [(name, *_figures(levers[name]), found.settings[name].learned) for name in fastest]),
-        Table("Not measured", ("", "why"), [(name, one_line(reason)) for name, reason in found.skipped.items()]),
+              [(name, *_figures(levers[name]), findings.settings[name].learned) for name in fastest]),
+        Table("Not measured", ("", "why"), [(name, one_line(reason)) for name, reason in findings.skipped.items()]),
     ]  # fmt: skip
     return [table for table in tables if table.rows]
 
 
-def _charts(found: Findings) -> list[Chart]:
+def _charts(findings: Findings) -> list[Chart]:
     """Throughput and memory over the micro-batch, and the wait over the loader processes."""
-    ran = {size: result for size, result in found.sizes.items() if not result.failed}
+    ran = {size: result for size, result in findings.sizes.items() if not result.failed}
     rates = _curve({size: result.images_per_second for size, result in ran.items()})
     measured = _curve({size: result.peak_mib / 1024 for size, result in ran.items()})
-    predicted = _curve({size: gib for size, gib in found.predicted_gib.items() if gib is not None})
-    wait, waits = "Wait for images", _curve({n: 100 * loader["wait"] for n, loader in found.loaders.items()})
+    predicted = _curve({size: gib for size, gib in findings.predicted_gib.items() if gib is not None})
+    wait, waits = "Wait for images", _curve({n: 100 * loader["wait"] for n, loader in findings.loaders.items()})
     memory = [Line("measured", measured, 1, "dots"), Line("predicted", predicted, 2, "dots")]
     images, loaders = "images of a micro-batch", "loader processes"
     return [
@@ -232,11 +234,11 @@ def _curve(points: Mapping[int, float]) -> Curve:
     return Curve(np.array([*points], float), np.array([*points.values()], float))
 
 
-def _parts(found: Findings) -> list[tuple[str, str, list[tuple[int, float]]]]:
+def _parts(findings: Findings) -> list[tuple[str, str, list[tuple[int, float]]]]:
     """Bars of the parts of a step, as given and tuned, in seconds."""
     return [
         (f"{part}, {name}", f"{result.parts[part]:.3g} s", [(_COLORS[name], result.parts[part])])
         for part in PARTS
-        for name, result in found.pair.items()
+        for name, result in findings.pair.items()
         if part in result.parts
     ]

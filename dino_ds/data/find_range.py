@@ -232,8 +232,8 @@ def with_image_settings(
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             from_rank_0 = _find_settings(recipe, source, earlier(), stated)
-    found, notes = distributed.gather_objects(from_rank_0)[0]
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update=found)}), notes
+    settings, notes = distributed.gather_objects(from_rank_0)[0]
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=settings)}), notes
 
 
 def _find_settings(
@@ -249,20 +249,20 @@ def _find_settings(
     sample = _look_at_parts(recipe, source, measures)
     chosen, notes = (known, []) if known else _choose_range(sample, start)
     notes += find_misfits(sample.deep, chosen) + note_stacks(sample.stacks)
-    found: dict[str, Any] = {"value_range": chosen or "auto"}
+    settings: dict[str, Any] = {"value_range": chosen or "auto"}
     if earlier is not None and data.mean is None:
-        found |= {"mean": earlier.data.mean, "std": earlier.data.std}
+        settings |= {"mean": earlier.data.mean, "std": earlier.data.std}
     if seeks_mean and (start.normalization or measures or sample.deep):
         how = f"as {start.by} says" if start.normalization else f"measured on {len(sample.values)} images"
         mean = start.normalization or measure_channels(sample.values, channels, chosen)
         if mean is None:
             raise ConfigError("data.mean and data.std can't be measured on images that can't be read: give both")
         if mean != Normalization.usual(channels):
-            found |= {"mean": mean.mean, "std": mean.std}
-            if problems := channel_problems(data.model_copy(update=found), recipe.model):
+            settings |= {"mean": mean.mean, "std": mean.std}
+            if problems := channel_problems(data.model_copy(update=settings), recipe.model):
                 raise ConfigError(f"{start.by}: {problems[0]}; give --data.mean and --data.std")
             notes.append(f"{mean}, {how} (--data.mean, --data.std set others)")
-    return found, notes
+    return settings, notes
 
 
 def _choose_range(sample: Sample, start: Stated) -> tuple[ValueRange | None, list[str]]:

@@ -58,11 +58,11 @@ class Findings:
 
 
 class Search:
-    """Tunes the step of a recipe and a ds JSON on `ranks` processes of this machine; fills `found` part by part."""
+    """Tunes the step of a recipe and a ds JSON on `ranks` processes of this machine; fills `findings` part by part."""
 
     def __init__(self, recipe: Recipe, ds: dict[str, Any], path: str, trials: Trials) -> None:
         self._recipe, self._ds, self._path, self._trials = recipe, ds, path, trials
-        self.found = Findings()
+        self.findings = Findings()
         self._libraries = round(memory_gib() * GIB)
 
     def run(self) -> None:
@@ -72,13 +72,13 @@ class Search:
         if self._recipe.data.root or self._recipe.data.mixture or self._recipe.data.source != "folder":
             self._find_workers(fastest)
         self._compare_levers(fastest)
-        best, found = fastest.name, self.found
-        for name, result in found.levers.items():
-            alike = found.settings[name].learned == fastest.learned
-            if not result.failed and alike and beats(result, found.levers[best]):
+        best, findings = fastest.name, self.findings
+        for name, result in findings.levers.items():
+            alike = findings.settings[name].learned == fastest.learned
+            if not result.failed and alike and beats(result, findings.levers[best]):
                 best = name
-        found.best = replace(found.settings[best], name="tuned")
-        found.pair = self._trials.compare([shipped, found.best], self._each("comparison", 2), rounds=3)
+        findings.best = replace(findings.settings[best], name="tuned")
+        findings.pair = self._trials.compare([shipped, findings.best], self._each("comparison", 2), rounds=3)
 
     def _each(self, part: str, settings: int, rounds: int = 2) -> float:
         """Seconds of each trial of a part, beyond its start, which takes about as long again."""
@@ -105,30 +105,30 @@ class Search:
     def _find_micro_batch(self) -> Setting:
         """Measure micro-batches from the smallest on, as far as memory and time allow; of those that are equally fast,
         the smallest is taken."""
-        found, settings, sizes = self.found, dict[str, Setting](), list(self._sizes())
+        findings, settings, sizes = self.findings, dict[str, Setting](), list(self._sizes())
         each, most = self._each("micro-batches", len(sizes)), _SHARES["micro-batches"] * self._trials.seconds / 2
         for size in sizes:
             setting = self._setting(f"micro-batch {size}", self._recipe, self._ds, self._path, size)
             memory = self._predict(setting)
-            found.predicted_gib[size] = None if memory is None else memory.gib
+            findings.predicted_gib[size] = None if memory is None else memory.gib
             if memory is not None and memory.gib > self._trials.limit_gib:
-                found.limited_by = f"{size} images need {memory.gib:.2f} GiB by prediction"
+                findings.limited_by = f"{size} images need {memory.gib:.2f} GiB by prediction"
                 break
-            if found.largest:
-                rate = found.sizes[found.largest].images_per_second
+            if findings.largest:
+                rate = findings.sizes[findings.largest].images_per_second
                 if (seconds := _STEPS * setting.measured_batch * self._trials.ranks / rate) > most:
-                    found.limited_by = f"trying {size} images would take {seconds:.0f} s: --minutes allows more"
+                    findings.limited_by = f"trying {size} images would take {seconds:.0f} s: --minutes allows more"
                     break
-            found.sizes |= {size: self._trials.compare([setting], each, 1)[setting.name]}
+            findings.sizes |= {size: self._trials.compare([setting], each, 1)[setting.name]}
             settings[setting.name] = setting
-            if found.sizes[size].failed:
-                found.limited_by = f"{size} images: {found.sizes[size].failed}"
+            if findings.sizes[size].failed:
+                findings.limited_by = f"{size} images: {findings.sizes[size].failed}"
                 break
-        if not found.largest:
-            raise OutOfMemory(f"no micro-batch runs. {_largest_part(memory) if memory else ''}{found.limited_by}")
-        runs = [setting for setting in settings.values() if not found.sizes[setting.config.micro_batch].failed]
+        if not findings.largest:
+            raise OutOfMemory(f"no micro-batch runs. {_largest_part(memory) if memory else ''}{findings.limited_by}")
+        runs = [setting for setting in settings.values() if not findings.sizes[setting.config.micro_batch].failed]
         results = self._trials.compare(runs, each)
-        found.sizes |= {setting.config.micro_batch: results[setting.name] for setting in runs}
+        findings.sizes |= {setting.config.micro_batch: results[setting.name] for setting in runs}
         top = max(results.values(), key=lambda result: result.images_per_second)
         return next(setting for setting in runs if not beats(top, results[setting.name]))
 
@@ -143,7 +143,7 @@ class Search:
     def _find_workers(self, fastest: Setting) -> None:
         """Measure the loader alone and the wait in the step, from no loader process to one a core; the fewest with
         hardly a wait are taken, or else those of the fastest step."""
-        cores, found, trials = max(1, len(usable_cores()) // self._trials.ranks), self.found, self._trials
+        cores, findings, trials = max(1, len(usable_cores()) // self._trials.ranks), self.findings, self._trials
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
         each, micro = self._each("loader", 2 * len(counts) + 1, 1), fastest.config.micro_batch
         for workers in counts:
@@ -151,43 +151,45 @@ class Search:
             alone = trials.run(measure_loader, each, recipe=made.recipe.model_dump(mode="json"), batch=micro)
             step = trials.step(made, each, real_images=True)
             if "failed" in alone or "failed" in step:
-                found.skipped[f"{workers} loader processes"] = alone.get("failed") or step["failed"]
+                findings.skipped[f"{workers} loader processes"] = alone.get("failed") or step["failed"]
                 continue
             parts, seconds = step["parts"], fmean(step["seconds"])
             augmented = 0.0 if device().type == "cuda" else parts.get(AUGMENTATION, 0.0)  # on a CPU within "data"
-            found.loaders[workers] = {
+            findings.loaders[workers] = {
                 "images_per_second": alone["images_per_second"] * trials.ranks,
                 "wait": max(0.0, parts.get("data", 0.0) - augmented) / seconds,
                 "step_images_per_second": made.measured_batch * trials.ranks / seconds,
             }
         alone = change_recipe(fastest.recipe, {"data.workers": "0"}).model_dump(mode="json")
-        found.stages = trials.run(measure_stages, each, recipe=alone, batch=micro).get("milliseconds", {})
-        if found.loaders:
-            enough = [n for n, loader in found.loaders.items() if loader["wait"] <= ENOUGH_WAIT]
-            quickest = max(found.loaders, key=lambda n: found.loaders[n]["step_images_per_second"])
-            found.workers = min(enough, default=quickest)
+        findings.stages = trials.run(measure_stages, each, recipe=alone, batch=micro).get("milliseconds", {})
+        if findings.loaders:
+            enough = [n for n, loader in findings.loaders.items() if loader["wait"] <= ENOUGH_WAIT]
+            quickest = max(findings.loaders, key=lambda n: findings.loaders[n]["step_images_per_second"])
+            findings.workers = min(enough, default=quickest)
 
     def _compare_levers(self, fastest: Setting) -> None:
         """Compare the shipped ds configs and other levers, each changed alone, at the fastest micro-batch."""
-        found, limit = self.found, self._trials.limit_gib
-        found.settings, resolved = {fastest.name: fastest}, {fastest.resolved: fastest.name}
+        findings, limit = self.findings, self._trials.limit_gib
+        findings.settings, resolved = {fastest.name: fastest}, {fastest.resolved: fastest.name}
         for name, recipe, path, changes in self._levers(fastest.recipe):
             learned = "rounding only" if recipe is fastest.recipe else "a loss of fewer crops"
             try:
                 ds = load_ds_config(path, changes) if path != self._path else change_ds_config(self._ds, path, changes)
                 setting = self._setting(name, recipe, ds, path, fastest.config.micro_batch)
             except ConfigError as error:
-                found.skipped[name] = str(error)
+                findings.skipped[name] = str(error)
                 continue
             memory = self._predict(setting)
             if memory is not None and memory.gib > limit:
-                found.skipped[name] = f"needs {memory.gib:.2f} GiB by prediction, and a rank may take {limit:.2f}"
+                findings.skipped[name] = f"needs {memory.gib:.2f} GiB by prediction, and a rank may take {limit:.2f}"
             elif (same := resolved.setdefault(setting.resolved, name)) != name:
-                found.skipped[name] = f"here the same as {same}"
+                findings.skipped[name] = f"here the same as {same}"
             else:
-                found.settings[name] = replace(setting, changes=changes, learned=learned)
-        found.levers = self._trials.compare([*found.settings.values()], self._each("levers", len(found.settings)))
-        found.skipped |= {name: result.failed for name, result in found.levers.items() if result.failed}
+                findings.settings[name] = replace(setting, changes=changes, learned=learned)
+        findings.levers = self._trials.compare(
+            [*findings.settings.values()], self._each("levers", len(findings.settings))
+        )
+        findings.skipped |= {name: result.failed for name, result in findings.levers.items() if result.failed}
 
     def _levers(self, recipe: Recipe) -> Iterator[tuple[str, Recipe, str, dict[str, str]]]:
         """Yield each lever's name, recipe, and ds JSON: its path and the keys that change in it."""
