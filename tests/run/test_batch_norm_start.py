@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.stages import Given
@@ -121,9 +122,9 @@ def test_what_trains_is_what_is_exported(place):
     evaluated follows the weights. Frozen teachers evaluate. Heads without statistics of their own learn them."""
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for rule, alone in (("auto", True), ("reference", False)):
-        changes = _from_start(place) | {"teacher.batch_norm": rule, "head.batch_norm": "true"}
+        changes = _from_start(place) | STILL | {"teacher.batch_norm": rule, "head.batch_norm": "true"}
         recipe = _recipe("continue", place, changes)
-        network = build_network(recipe, load_ds_config(str(REPOSITORY / "ds_configs/zero1_fp32.json"), {}).performance)
+        network = build_network(recipe, PerformanceOptions())
         backbone = network.train().backbone
         assert torch.allclose(backbone.features(images)[:2], backbone.features(images[:2]), atol=1e-6) is alone
         assert [norm.frozen for norm in batch_norms(network.heads()["head"])] == [False] * 2
