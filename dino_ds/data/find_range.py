@@ -134,7 +134,7 @@ class Sample:
                 continue
             self.images += 1
             self.channels[image.channels] += 1
-            self.stacks += [source.name(index)] * (getattr(image, "pages", 1) == wanted == 3)
+            self.stacks += [source.name(index)] if getattr(image, "pages", 1) == wanted == 3 else []
 
     def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
         """Value range of the images, and a sentence on it; None and "" if all have 8 bits.

@@ -85,7 +85,7 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         else:
             sides.append(min(image.width, image.height))
             channels[image.channels] += 1
-            stacks += [source.name(index)] * (getattr(image, "pages", 1) == 3)
+            stacks += [source.name(index)] if getattr(image, "pages", 1) == 3 else []
         if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
             break
     if not sides:

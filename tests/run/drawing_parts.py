@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.ema import build_teacher
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.specs.base import TermSpec
 from dino_ds.method.specs.ema import EmaSpec
@@ -164,7 +165,7 @@ class DrawingEmaSpec(EmaSpec):
     """An EMA teacher whose momentum is drawn."""
 
     def build_teacher(self, parts: Any) -> Any:
-        teacher = super().build_teacher(parts)
+        teacher: Any = build_teacher(self, parts)
         teacher.update = lambda schedule: teacher.move(0.5 + 0.5 * random.random())
         return teacher
 

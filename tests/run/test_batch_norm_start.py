@@ -122,8 +122,7 @@ def test_what_trains_is_what_is_exported(place):
     evaluated follows the weights. Frozen teachers evaluate. Heads without statistics of their own learn them."""
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for rule, alone in (("auto", True), ("reference", False)):
-        changes = _from_start(place) | {"teacher.batch_norm": rule, "head.batch_norm": "true"}
-        changes["model.freeze_backbone"] = "0 steps"
+        changes = _from_start(place) | STILL | {"teacher.batch_norm": rule, "head.batch_norm": "true"}
         recipe = _recipe("continue", place, changes)
         network = build_network(recipe, PerformanceOptions())
         backbone = network.train().backbone
