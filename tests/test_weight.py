@@ -10,13 +10,16 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 40_470,
-    "package files": 280,
-    "test lines": 32_690,
+    # 2,040 lines, 8 files and 2,220 lines of tests bought: data files that name no code, features with a digest, servers
+    # and files that are bounded and compared, classes by name, one side for a file, users' own parts that resume,
+    # BatchNorm that keeps a start, measured image settings, runs that end with their launcher, two hosts, bench tune.
+    "package lines": 42_510,
+    "package files": 288,
+    "test lines": 34_910,
     "recipe keys": 136,
-    "words of pages": 13_620,
+    "words of pages": 14_150,
     "words of notes": 8_810,
-    "variables named by a pronoun": 43,
+    "variables named by a pronoun": 49,
 }
 
 
