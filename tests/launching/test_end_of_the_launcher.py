@@ -18,7 +18,7 @@ from tests.launching.cluster import REPOSITORY, environment
 from tests.run.harness import TINY, image_folder
 from tests.sample import sampled
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # real launchers and hosts: minutes, and timings of a quiet machine
 MOST_SECONDS = 60.0
 """On two quiet cores the last process is gone within 15 s."""
 SRUN = """

@@ -22,7 +22,7 @@ from tests.launching.hosts import two_hosts
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, losses_of, train_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # real launchers and hosts: minutes, and timings of a quiet machine
 CHANGES = {"length": "60 steps", "save_every": "5 steps"}
 DS = "zero2_fp32.json"
 

@@ -18,7 +18,7 @@ from tests.launching.hosts import OnHosts, two_hosts
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, image_folder, losses_of, train_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # real launchers and hosts: minutes, and timings of a quiet machine
 SAVES = {"save_every": "3 steps", "save_in_background": "false"}
 
 
