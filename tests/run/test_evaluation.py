@@ -126,4 +126,4 @@ def test_test_images_that_are_trained_on_are_said(images, tmp_path):
         None
     ]
     said = [line for line in log_of(tmp_path / "run").splitlines() if "training images too" in line]
-    assert len(said) == 1 and "evals    24 of 24 test images looked at are" in said[0] and "with eval.root" in said[0]
+    assert len(said) == 2 and "evals    24 of 24 test images looked at are" in said[0] and "with eval.root" in said[0]
