@@ -54,7 +54,7 @@ def _timm_name(name: str) -> str | None:
 
 
 def advise_saved(folder: str) -> str:
-    """What to do with a folder that save_to_disk of Hugging Face's datasets has written; "" for any other."""
+    """The remedy for a folder that save_to_disk of Hugging Face's datasets has written; "" for any other folder."""
     there, names = Path(folder), ("state.json", "dataset_dict.json")
     is_one, has_splits = (os.path.isfile(there / name) for name in names)
     if not has_splits and not (is_one and next(there.glob("*.arrow"), None)):

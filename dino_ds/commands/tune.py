@@ -102,7 +102,7 @@ def _check_files(page: Path, data: Path, options: BenchTuneOptions) -> None:
 
 
 def _remarks(trials: Trials, recipe: Recipe) -> list[str]:
-    """What a reader must know about the figures."""
+    """Remarks on the figures: made-up images, and other programs that kept cores busy."""
     made_up = recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture
     busy = trials.others_cores
     return [
@@ -112,7 +112,7 @@ def _remarks(trials: Trials, recipe: Recipe) -> list[str]:
 
 
 def _verdict(findings: Findings) -> str:
-    """What the search has found, in a sentence."""
+    """The result of the search in a sentence."""
     if "tuned" not in findings.pair or not findings.pair["tuned"].rates:
         return "not finished: the reasons are below"
     shipped, tuned = findings.pair["as given"], findings.pair["tuned"]

@@ -112,7 +112,7 @@ class Sample:
     """Number of images that could be read."""
     channels: Counter[int] = field(default_factory=Counter)
     values: list[ImageValues] = field(default_factory=list)
-    """Of the images whose pixels were decoded."""
+    """The values of the images whose pixels were decoded."""
     problem: str = ""
     """Name of the first unreadable image, and the reason."""
     stacks: list[str] = field(default_factory=list)  # names of images whose three pages are taken for colors
@@ -162,7 +162,7 @@ class Sample:
 
     @property
     def deep(self) -> list[ImageValues]:
-        """Those of images deeper than 8 bits."""
+        """The values of images deeper than 8 bits."""
         return [image for image in self.values if image.type != "uint8"]
 
     @property

@@ -145,7 +145,7 @@ class Term(ABC):
         """The loss of one micro-batch."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the term keeps from step to step, besides `statistics`, by name; saved for each rank."""
+        """The state that the term keeps from step to step, besides `statistics`, by name; saved for each rank."""
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
