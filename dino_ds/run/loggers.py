@@ -68,4 +68,4 @@ def _open_trackio(section: Mapping[str, Any], run_dir: Path, run_id: str) -> Log
 
     names = {"project": "dino_ds"} | {key: value for key, value in section.items() if key != "enabled"}
     run = trackio.init(name=f"{run_dir.name}-{run_id[:8]}", resume="allow", embed=False, **names)
-    return Logger("trackio", run.log, run.finish)
+    return Logger("trackio", lambda values, step: run.log(dict(values), step), run.finish)
