@@ -6,7 +6,7 @@
 # processes (default: one a GPU, at most two; two without a GPU).
 VENV ?= .venv
 PYTHON ?= python3
-FREE_PORT = $$($(VENV)/bin/python -c 'from dino_ds.basics.ports import find_free_port; print(find_free_port())')
+FREE_PORT = $$($(VENV)/bin/python -c 'from dino_ds.basics.machine import find_free_port; print(find_free_port())')
 RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 
 READY := $(VENV)/.dino_ds_ready

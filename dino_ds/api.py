@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dino_ds.basics.files import read_lines, read_object
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.text_file import read_lines, read_object
-from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
-from dino_ds.cli.main import call, check_software, prepare
+from dino_ds.cli.main import as_it_was, call, check_software, prepare, torch_as_it_was
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.options.commands import COMMANDS, TRAIN
@@ -216,7 +215,7 @@ def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, 
     with _one_at_a_time(), as_it_was():
         options, files = prepare(TRAIN, flags_of_call(TRAIN, keywords))
         check_software(TRAIN, options)
-        from dino_ds.run.caller import Caller
+        from dino_ds.run.stop import Caller
         from dino_ds.train import train_for
 
         caller, stopped = Caller(callbacks), ""
@@ -225,7 +224,7 @@ def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, 
                 train_for(caller, options, files)
             except SystemExit as stop:
                 stopped = str(stop.__cause__)
-            caller.let_go()
+            caller.detach()
         if caller.error is not None:
             raise caller.error
         if stopped:

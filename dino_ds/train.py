@@ -24,36 +24,39 @@ from typing import Any, NamedTuple
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given
-from dino_ds.data.base import Source
-from dino_ds.data.find_range import with_image_settings
+from dino_ds.config.stages import RecipeRequest
 from dino_ds.data.image_cache import fitting_cache
+from dino_ds.data.images import Source
 from dino_ds.data.loader import steps_per_epoch
+from dino_ds.data.normalization import with_image_settings
 from dino_ds.data.sources import draws_of_its_own, training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import unwritable
-from dino_ds.health.watchdog import longest_wait
-from dino_ds.method.build import build_prefetcher, build_step
-from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
-from dino_ds.method.checks import check_start
+from dino_ds.health.monitor import longest_wait
+from dino_ds.method.build import build_prefetcher, build_step, check_start
+from dino_ds.method.frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.method.specs.base import StepImages
-from dino_ds.method.specs.of_recipe import check_images_together, teachers_of
+from dino_ds.method.specs.own import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.run.announcement import announce, closing_lines, unused_classes
-from dino_ds.run.beginning import Beginning, choose_beginning
-from dino_ds.run.caller import Caller
-from dino_ds.run.from_recipe import check_lengths, loop_options
+from dino_ds.run.beginning import Beginning, check_lengths, choose_beginning, loop_options
 from dino_ds.run.guards import FolderLock, guarded
-from dino_ds.run.loggers import open_loggers
 from dino_ds.run.loop import Loop
-from dino_ds.run.metrics import RunLog
-from dino_ds.run.resume_checks import OtherImages, describe_images, describe_settings, notes_on_changes
-from dino_ds.run.run import AtStep, Run, RunState
-from dino_ds.run.run_folder import RunFolder, write_description
-from dino_ds.run.same_start import check_same_start
+from dino_ds.run.metrics import RunLog, open_loggers
+from dino_ds.run.run import PeriodicTask, Run, RunState
+from dino_ds.run.run_folder import (
+    OtherImages,
+    RunFolder,
+    TeacherFiles,
+    check_same_start,
+    describe_images,
+    describe_settings,
+    notes_on_changes,
+    write_description,
+)
 from dino_ds.run.saver import Saver
-from dino_ds.run.teacher_files import TeacherFiles
+from dino_ds.run.stop import Caller
 from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 from dino_ds.weights.frozen import stated_images
 
@@ -65,7 +68,7 @@ class _Request(NamedTuple):
     ds: Mapping[str, Any]
     ds_path: str
     ds_overrides: Mapping[str, Any] | None
-    given: Given | None = None
+    given: RecipeRequest | None = None
     caller: Caller | None = None
 
     @property
@@ -80,7 +83,7 @@ def train(
     ds: Mapping[str, Any],
     ds_path: str,
     ds_overrides: Mapping[str, Any] | None = None,
-    given: Given | None = None,
+    given: RecipeRequest | None = None,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
@@ -126,10 +129,12 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 run.log.info(*closing_lines(run, folder.recipe.model))
 
 
-def _build_periodic_tasks(recipe: Recipe, source: Source, epoch_steps: int) -> tuple[AtStep | None, AtStep | None]:
+def _build_periodic_tasks(
+    recipe: Recipe, source: Source, epoch_steps: int
+) -> tuple[PeriodicTask | None, PeriodicTask | None]:
     """Evaluations and pictures of a run, each None where the recipe asks for none. Every rank must call it."""
-    evaluations: AtStep | None = None
-    pictures: AtStep | None = None
+    evaluations: PeriodicTask | None = None
+    pictures: PeriodicTask | None = None
     if recipe.eval.every.value:
         from dino_ds.evals.runner import EvalRunner
 

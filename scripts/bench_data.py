@@ -15,20 +15,19 @@ import fire
 import torch
 from torch import Tensor
 
+from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.crops import all_crops, describe_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalization import STD
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.timing import Timing, time_interleaved
+from dino_ds.planning.measure import Timing, describe_host, host_line, time_interleaved
 from scripts.data_picture import draw
 from scripts.pil_pipeline import PilPipeline
 from scripts.results import write_result

@@ -12,20 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.digits import short
-from dino_ds.data.cutting import EvalCrop
-from dino_ds.data.named_sets import PhotoPatches
+from dino_ds.basics.formatting import markdown_table, short
+from dino_ds.data.mixture import PhotoPatches
+from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import Reading, extract_features
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest_by_product
-from dino_ds.models.build import build_backbone
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.timing import Timing, time_interleaved
+from dino_ds.planning.measure import Timing, describe_host, host_line, time_interleaved
 
 _CLASSES = 1000
 _TEMPERATURE = 0.07

@@ -16,14 +16,12 @@ from torch import Tensor
 from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.engine.device import device
+from dino_ds.engine.process import device
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.dino import DINO
 from dino_ds.models.prototypes import Prototypes
 from dino_ds.planning.bench.ladder import build_ladder_step, last_exact
-from dino_ds.planning.measure.host import about, clock_name, heading
-from dino_ds.planning.measure.timing import time_interleaved
-from dino_ds.planning.measure.trial import EPOCH_STEPS, begin
+from dino_ds.planning.measure import EPOCH_STEPS, about, begin, clock_name, heading, time_interleaved
 
 EMA_BYTES = 12
 """A parameter in one FP32 pass: teacher and student are read, the teacher is written."""

@@ -16,17 +16,14 @@ from unittest.mock import patch
 import fire
 from tqdm import tqdm
 
+from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
-from dino_ds.engine.device import resident_mib
-from dino_ds.engine.process import init_distributed
+from dino_ds.engine.process import init_distributed, resident_mib
 from dino_ds.options.definition import Result
 from dino_ds.planning.bench.ladder import CLIPPING
-from dino_ds.planning.measure.host import describe_host, heading
-from dino_ds.planning.measure.memory import MIB, run_in_child
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, resolve
+from dino_ds.planning.measure import MEMORY_STEPS, MIB, build_trial, describe_host, heading, resolve, run_in_child
 
 RECIPES = ("vitti16", "vits16", "vitb16")
 STAGES = (0, 1, 2, 3)

@@ -12,16 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.rehearsal import is_made_once
+from dino_ds.basics.ranges import is_made_once
 from dino_ds.config.crops import CropGroup
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder
 from dino_ds.costs.rehearse import rehearse
 from dino_ds.costs.settings import RehearsalSettings
 from dino_ds.costs.step_costs import student_facts
-from dino_ds.models.logits import Compared
-from dino_ds.models.prototypes import Prototypes
+from dino_ds.models.prototypes import Compared, Prototypes
 
 KERNELS = {
     "native_layer_norm_backward": 3, "topk": 3, "sort": 4, "cumsum": 2, "convolution": 2, "convolution_backward": 6,

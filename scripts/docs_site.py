@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from dino_ds.options.help_text import help_text
+from dino_ds.options.commands import help_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

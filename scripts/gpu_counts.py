@@ -14,13 +14,13 @@ from typing import Any
 
 import fire
 
+from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.step_costs import count_parameters, model_flops, student_facts
-from dino_ds.planning.measure.tables import markdown_table
 from scripts.counting import Counts, count_step
 
 _DS = "ds_configs/zero1_bf16.json"

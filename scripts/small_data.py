@@ -22,26 +22,24 @@ from typing import Any
 import torch
 
 import dino_ds
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.basics.formatting import markdown_table
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import Source
-from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.data.named_sets import TORCHVISION_SETS
+from dino_ds.data.images import Source, evenly_spaced_indices
+from dino_ds.data.mixture import TORCHVISION_SETS
 from dino_ds.data.normalization import Normalization
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import raw_pixels
 from dino_ds.evals.suite import evaluate
-from dino_ds.method.build import build_network
-from dino_ds.method.checks import fitting_levers
+from dino_ds.method.build import build_network, fitting_levers
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.weights.from_source import as_source
+from dino_ds.planning.measure import describe_host, host_line
 from dino_ds.weights.load import Backbone
+from dino_ds.weights.start import as_source
 
 CORES = 2
 NEIGHBORS = 20

@@ -11,9 +11,9 @@ from io import BytesIO
 from pathlib import Path
 from statistics import median
 
+from dino_ds.basics.formatting import markdown_table
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.root import open_files
-from dino_ds.planning.measure.tables import markdown_table
 
 
 def read_rates(files: Sequence[bytes], rounds: int) -> dict[str, dict[str, float]]:

@@ -11,15 +11,14 @@ from typing import Any
 
 import fire
 
+from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES as KNOWN
-from dino_ds.planning.fit import largest_micro_batch
-from dino_ds.planning.gpus import GPUS
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.recommend import Shape, ds_of
+from dino_ds.planning.fit import Shape, ds_of, largest_micro_batch
+from dino_ds.planning.host import GPUS
 from scripts.results import write_result
 
 BACKBONES = (

@@ -19,9 +19,8 @@ from dino_ds.costs.memory import GIB
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.planning.fit import FILLED, Fit, fit_with
-from dino_ds.planning.gpus import GPUS, Cluster, Gpu
-from dino_ds.planning.recommend import SHAPES, Shape, ds_of, recommend
+from dino_ds.planning.fit import FILLED, SHAPES, Fit, Shape, ds_of, fit_with, recommend
+from dino_ds.planning.host import GPUS, Cluster, Gpu
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
 README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "notes" / "scaling.md"

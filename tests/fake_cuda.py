@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dino_ds
-from dino_ds.basics.rehearsal import is_made_once
+from dino_ds.basics.ranges import is_made_once
 from dino_ds.models.fused import listen_to_kernels
 from scripts.counting import KERNELS
 

@@ -109,7 +109,7 @@ def _serve(pipe: Any) -> None:
 def _import_all() -> None:
     """Import what a training run imports (found by comparing sys.modules), which takes seconds, once for all ranks."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from dino_ds.engine.deepspeed_import import import_deepspeed
+    from dino_ds.engine.process import import_deepspeed
 
     import_deepspeed()
     import fire  # noqa: F401

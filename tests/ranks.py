@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from dino_ds.basics.ports import find_free_port
+from dino_ds.basics.machine import find_free_port
 from tests.fork_server import fork_server
 
 _pools: dict[int, _Pool] = {}

@@ -14,15 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dino_ds.config.crops import CropGroup, Resolution
-from dino_ds.method.centering import RunningCenter
-from dino_ds.method.dino import DinoTerm
-from dino_ds.method.specs.dino import DINO, HEAD
-from dino_ds.method.specs.gram import GRAM, GramTeacherSpec
+from dino_ds.method.dino import DinoTerm, RunningCenter
+from dino_ds.method.specs.ours import DINO, GRAM, HEAD, GramTeacherSpec
 from dino_ds.models.base import CLS, Backbone
-from dino_ds.models.head import DinoHead
-from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network, Query
-from dino_ds.models.prototypes import _TiledCrossEntropy
+from dino_ds.models.prototypes import Compared, Comparison, DinoHead, Logits, _TiledCrossEntropy
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer

@@ -58,7 +58,7 @@ def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):
     """A forward and a backward pass of the backbone that its command makes."""
     import torch
 
-    from dino_ds.config.ds_values import PerformanceOptions
+    from dino_ds.config.ds_schema import PerformanceOptions
     from dino_ds.method.build import build_network
 
     page = (REPOSITORY / "docs/backbones.md").read_text()

@@ -14,7 +14,7 @@ from dino_ds.method.ema import EmaTeacher
 from dino_ds.method.objective import Objective
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teachers
-from dino_ds.models.head import DinoHead
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.load import load

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.engine.engine import Engine, Progress

@@ -12,27 +12,24 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.crops import EMA, FROZEN
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method import gram_teacher as gram
-from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
-from dino_ds.method.builders import build_teacher
-from dino_ds.method.centering import SinkhornKnopp
-from dino_ds.method.dino import DinoTerm
+from dino_ds.method import gram as gram
+from dino_ds.method.build import build_network, build_objective, build_schedules, build_teacher, build_teachers
+from dino_ds.method.dino import DinoTerm, SinkhornKnopp
 from dino_ds.method.ibot import IbotTerm
-from dino_ds.method.networks import optimizer_options
+from dino_ds.method.networks import TeacherParts, optimizer_options
 from dino_ds.method.objective import Objective
-from dino_ds.method.parts import TeacherParts
-from dino_ds.method.specs.dino import DINO, HEAD, IBOT, IBOT_HEAD
-from dino_ds.method.specs.of_recipe import teachers_of
+from dino_ds.method.specs.ours import DINO, HEAD, IBOT, IBOT_HEAD
+from dino_ds.method.specs.own import teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
-from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer

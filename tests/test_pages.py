@@ -14,7 +14,7 @@ from PIL import Image
 
 import dino_ds
 from dino_ds.cli import main as cli
-from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
+from dino_ds.cli.main import as_it_was, torch_as_it_was
 from dino_ds.examples import finetune_classification, finetune_segmentation
 from tests.examples.test_finetune import draw_images
 from tests.run.harness import image_folder

@@ -70,7 +70,7 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{key} {path}: importing {module_name} fails: {reason}") from error
-    if changed := put_back(before):
+    if changed := restore_default_dtype(before):
         raise ConfigError(f"{key} {path}: importing {module_name} {changed}")
     member = getattr(module, name, None)
     if not is_kind(member):
@@ -90,7 +90,7 @@ def default_dtype() -> Any:
     return torch.get_default_dtype() if torch else None
 
 
-def put_back(before: Any) -> str:
+def restore_default_dtype(before: Any) -> str:
     """Restore torch's default dtype to `before`. Returns how the user's code changed it, in words, or ""."""
     now = default_dtype()
     torch = sys.modules.get("torch")

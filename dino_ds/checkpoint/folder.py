@@ -15,17 +15,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dino_ds.basics.durable import discard, put_in_place, replace_file, sync
+from dino_ds.basics.files import discard, put_in_place, replace_file, sync
 from dino_ds.basics.names import step_name
-from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.manifest import (
     KEPT,
     MANIFEST,
     STEP_NAME,
+    FileRecord,
     Manifest,
     SavedCheckpoint,
     check_content,
     check_present,
+    checksum,
     read_manifest,
 )
 from dino_ds.engine import distributed

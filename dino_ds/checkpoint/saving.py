@@ -19,14 +19,21 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.basics.digits import short
-from dino_ds.checkpoint.files import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
+from dino_ds.basics.formatting import short
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.checkpoint.manifest import (
+    Files,
+    HostCopies,
+    Manifest,
+    PendingSave,
+    as_os_error,
+    bytes_of,
+    files_of_this_rank,
+)
 from dino_ds.engine import distributed
 from dino_ds.engine.distributed import RankFlags
 from dino_ds.errors import NO_SPACE, OutOfMemory, StorageError, UserError
-from dino_ds.health.files import Event
+from dino_ds.health.beat import Event
 
 FAILED_SAVES_IN_A_ROW = 3
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32

@@ -1,10 +1,24 @@
-"""The function of each command, which is imported when the command is given: help and checks need no torch."""
+"""The function of each command, which is imported when the command is given: help and checks need no torch.
+
+Checks before the slow imports: launchers, torchvision, and what is clearly wrong with a start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.own_code import check_allowed
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import holds_run
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.health.processes import RunLock
+from dino_ds.method.specs.base import StepImages
+from dino_ds.method.specs.own import check_images_together, code_of
 from dino_ds.options.definition import Result
 
 Function = Callable[..., Result | None]
@@ -19,7 +33,7 @@ def function_of(command: str) -> Function:
 
             return train
         case "report":
-            from dino_ds.report import command as report
+            from dino_ds.report import single_run as report
 
             return report.run
         case "pictures":
@@ -105,3 +119,83 @@ def check_options(command: str, options: Any) -> None:
             from dino_ds.commands import export
 
             export.check(options)
+
+
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The same variables as they are named by programs that start ranks without setting ours.
+_RANK_VARIABLES = {
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def adopt_ranks(environment: MutableMapping[str, str]) -> None:
+    """Set the variables of torch's launchers from those of `mpirun` or `srun`; else each process would train alone.
+
+    Raises ConfigError if MASTER_ADDR is missing.
+    """
+    if "RANK" in environment:
+        return
+    for program, names in _RANK_VARIABLES.items():
+        if int(environment.get(names[1], "1")) == 1:
+            continue
+        if "MASTER_ADDR" not in environment:
+            raise ConfigError(
+                f"{program} has started {environment[names[1]]} processes, and MASTER_ADDR is not set: "
+                "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
+            )
+        environment.setdefault("MASTER_PORT", "29500")
+        for ours, launchers in zip(_OURS, names, strict=True):
+            if launchers in environment:
+                environment[ours] = environment[launchers].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
+        return
+
+
+def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
+    """Check values and paths that would otherwise stop the start half a minute later. Raises UserError."""
+    from dino_ds.data.root import check_photos
+
+    for key, path in code_of(recipe):
+        check_allowed(key, path)
+    check_photos(recipe.data.source, recipe.data.root)
+    recipe.check_learning_rates()
+    check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
+    recipe.check_teacher()
+    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
+    for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
+        if name is not None and (answer := weights_elsewhere(name)):
+            raise CheckpointError(f"{key} {name} does not exist; {answer}")
+    # Ranks of other machines check later, with all ranks: if one failed here, the first machine would wait for it.
+    if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
+        _check_images(recipe, Path(run_dir))
+    RunLock(Path(run_dir)).check_free(int(os.environ.get("RANK", 0)))
+
+
+def _check_images(recipe: Recipe, run_dir: Path) -> None:
+    """Raises DataError if images of the user's are missing."""
+    from dino_ds.data.mixture import place_of
+    from dino_ds.data.root import check_root, check_split
+
+    data, root = recipe.data, recipe.data.root
+    if data.source != "folder":
+        return
+    for root_or_part in [place_of(part, root) for part in data.parts] or [root or ""]:
+        check_root(root_or_part)
+        if not holds_run(run_dir):  # a run continues with the images it began with
+            check_split(root_or_part)
+    for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
+        if other is not None and recipe.eval.every.value:
+            check_root(other, key)
+
+
+def check_torchvision() -> None:
+    """Raises ConfigError if torchvision was built for another torch, which would be a cryptic error when it loads."""
+    try:
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
+    except (RuntimeError, ImportError, OSError) as error:
+        raise ConfigError(
+            f"torch and torchvision do not load together ({' '.join(str(error).split())[:160]}): install builds that "
+            "match, both from the same index"
+        ) from None

@@ -1,6 +1,8 @@
 """`dino-ds`: checks every flag and file first, then fire dispatches.
 
 Help and checks import neither torch nor deepspeed.
+
+Restores what a run changes in a Python program: environment, random generators, torch's settings, process group.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
 from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
-from dino_ds.cli.commands import check_options, function_of
-from dino_ds.cli.preflight import adopt_ranks, check_start, check_torchvision
+from dino_ds.cli.commands import adopt_ranks, check_options, check_start, check_torchvision, function_of
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given, check_model_path
+from dino_ds.config.stages import RecipeRequest, check_model_path
 from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import (
     INTERRUPTED,
@@ -39,11 +41,78 @@ from dino_ds.errors import (
 )
 from dino_ds.health.processes import starters
 from dino_ds.models.specs.backbones import FROM_SOURCE
-from dino_ds.options.commands import COMMANDS, TRAIN, find_command
+from dino_ds.options.commands import COMMANDS, TRAIN, find_command, help_text
 from dino_ds.options.definition import Command, Result
-from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
-from dino_ds.options.help_text import help_text
-from dino_ds.options.reading import read
+from dino_ds.options.flags import Flags, drop_local_rank, parse_flags, read
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """Make this process train alone, and restore its environment and sys.path afterwards. Raises ConfigError in one of
+    several processes that a launcher has started."""
+    before, path = dict(os.environ), sys.path[:]
+    try:
+        adopt_ranks(os.environ)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                "this process is one of several that a launcher has started: call this in one process, or give the "
+                "launcher the command in place of this program"
+            )
+        yield
+    finally:
+        sys.path[:] = path
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def torch_as_it_was() -> Iterator[None]:
+    """Also restore torch's settings and all random generators, and leave a process group that was joined meanwhile.
+
+    Inside, gradients, autocast and the default dtype are as in the process of a command.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from dino_ds.engine.process import leave, release_memory
+    from dino_ds.evals.features import keep_generators
+
+    cuda, joined, threads = torch.cuda.is_initialized(), dist.is_initialized(), torch.get_num_threads()
+    dtype, tf32 = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()  # a run's peak begins at the memory in use, not the last peak
+    with (
+        as_it_was(),
+        keep_generators(*(torch.device("cuda", i) for i in range(torch.cuda.device_count() if cuda else 0))),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        try:
+            torch.set_default_dtype(torch.float32)
+            yield
+        except BaseException as error:
+            _clear_frames(error)
+            raise
+        finally:
+            torch.set_default_dtype(dtype)
+            if not joined:
+                leave()
+            release_memory()
+            torch.set_num_threads(threads)
+            torch.backends.cudnn.allow_tf32 = tf32
+            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free the variables in an error's frames: a notebook keeps the last error, and the next cell needs the memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
 
 # Launchers stop all ranks when one ends: rank 0 must have printed its error before.
 _SECONDS_FOR_RANK_0 = 3.0
@@ -103,7 +172,7 @@ def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
 
 def _memory_text(error: BaseException) -> str:
     """The error line of a command that has no better explanation than the allocator's."""
-    from dino_ds.engine.device import free_memory
+    from dino_ds.engine.process import free_memory
 
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
     return f"out of memory: {first_line[:200]}; {free_memory()}. Take fewer or smaller images at once, or fewer workers"
@@ -144,7 +213,7 @@ def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     return options, files
 
 
-def _print_recipe(path: str, given: Given) -> None:
+def _print_recipe(path: str, given: RecipeRequest) -> None:
     write_recipe(path, given.config, given.overrides)
     print(f"{path} has the recipe: edit it, then dino-ds train --config {shlex.quote(path)}")
 
@@ -152,7 +221,7 @@ def _print_recipe(path: str, given: Given) -> None:
 def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
     """`recipe` with backbone and image settings read from the weights and images that it names. Raises UserError."""
     if recipe.model.backbone == FROM_SOURCE:
-        from dino_ds.weights.from_source import as_source
+        from dino_ds.weights.start import as_source
 
         recipe = as_source(recipe, run_dir, notes)
     if recipe.data.root is None and not recipe.data.mixture:

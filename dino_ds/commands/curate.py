@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dino_ds.basics.durable import check_absent, replacing_folder, why_not_writable
+from dino_ds.basics.files import check_absent, replacing_folder, why_not_writable
 from dino_ds.config.loading import recorded_recipe
-from dino_ds.config.stages import home_of
+from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError, unwritable
-from dino_ds.options.definition import Result
-from dino_ds.options.model import CurateOptions
+from dino_ds.options.definition import CurateOptions, Result
 
 if TYPE_CHECKING:
-    from dino_ds.commands.embedded import Embedded
+    from dino_ds.commands.find import Embedded
 
 _MANY_ALIKE = 0.05
 """A group of near-duplicates with more than this part of the images is suspicious."""
@@ -59,7 +58,7 @@ def _folder(options: CurateOptions) -> Path:
 
 def run(options: CurateOptions) -> Result:
     """Write the folder, whole or not at all, and return what is in it. Raises UserError."""
-    from dino_ds.commands.embedded import open_embedded
+    from dino_ds.commands.find import open_embedded
 
     check(options)
     embedded, folder = open_embedded(options), _folder(options)
@@ -88,7 +87,7 @@ def run(options: CurateOptions) -> Result:
 
 def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, folder: Path) -> None:
     """Find near-duplicates and keep the largest image of each group, or the first by name among equally large ones."""
-    from dino_ds.commands.embedded import table
+    from dino_ds.commands.find import table
     from dino_ds.evals.curation import groups, pairs_of_cosine, pairs_of_pictures
 
     vectors = embedded.vectors
@@ -127,7 +126,7 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
 
 def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folder: Path) -> Curated:
     """Cluster the images that are still listed, and draw from them."""
-    from dino_ds.commands.embedded import COLUMNS, LINES, table
+    from dino_ds.commands.find import COLUMNS, LINES, table
     from dino_ds.data.images import evenly_spaced_indices
     from dino_ds.evals.curation import cluster_levels, draw
 
@@ -159,7 +158,7 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
 
 def _train(embedded: Embedded) -> str:
     """The command that trains as the run whose features these are, if a run made them and is no stage."""
-    recipe = home_of(embedded.about["origin"]["model"]).folder / "config.yaml"
+    recipe = find_model_folder(embedded.about["origin"]["model"]).folder / "config.yaml"
     with suppress(ConfigError):
         if recipe.is_file() and recorded_recipe(recipe).stage_start is None:
             return f"dino-ds train --config {shlex.quote(str(recipe))}"

@@ -13,11 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from dino_ds.basics.durable import check_absent, why_not_writable
-from dino_ds.basics.text_file import is_url
+from dino_ds.basics.files import check_absent, is_url, why_not_writable
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.definition import Result
-from dino_ds.options.model import EmbedOptions
+from dino_ds.options.definition import EmbedOptions, Result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,13 +53,11 @@ def run(options: EmbedOptions) -> Result:
     read has a row of NaN, and a note names it.
     """
     from dino_ds.commands.embedding_parts import Parts, put_together
-    from dino_ds.data.cutting import EvalCrop
-    from dino_ds.data.image_set import facts_of_images
+    from dino_ds.data.multicrop import EvalCrop
+    from dino_ds.data.sources import facts_of_images
     from dino_ds.engine import distributed
-    from dino_ds.engine.device import device
-    from dino_ds.engine.process import init_distributed
-    from dino_ds.evals.features import Reading
-    from dino_ds.evals.model_images import find_images, range_for
+    from dino_ds.engine.process import device, init_distributed
+    from dino_ds.evals.features import Reading, find_images, range_for
     from dino_ds.weights.load import load
 
     init_distributed()

@@ -10,24 +10,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dino_ds.basics.digits import short
-from dino_ds.basics.text_file import read_object
+from dino_ds.basics.files import read_object
+from dino_ds.basics.formatting import short
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
-from dino_ds.config.stages import home_of
-from dino_ds.data.base import Source
+from dino_ds.config.stages import find_model_folder
+from dino_ds.data.images import Source
 from dino_ds.data.sources import build_source, labeled_test, recipe_images, training_images
 from dino_ds.engine import distributed
-from dino_ds.engine.device import device
-from dino_ds.engine.process import init_distributed
+from dino_ds.engine.process import device, init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.model_images import range_for, recipe_of
-from dino_ds.evals.results import RESULTS, as_json, name_images, write_results
-from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
-from dino_ds.options.definition import Result
-from dino_ds.options.model import EvalOptions
-from dino_ds.planning.measure.host import describe_host, host_line
+from dino_ds.evals.features import range_for, recipe_of
+from dino_ds.evals.suite import describe_result, evaluate, note_on_shared, preflight_eval
+from dino_ds.evals.tracking import RESULTS, as_json, name_images, write_results
+from dino_ds.options.definition import EvalOptions, Result
+from dino_ds.planning.measure import describe_host, host_line
 from dino_ds.weights.load import load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
@@ -156,7 +153,7 @@ def _check_places(options: EvalOptions) -> None:
 
 def _places(model: str, out: str | None) -> list[Path]:
     """Files for results: `out`, and in a run's folder that of the run or checkpoint; other results in them are kept."""
-    places, home = [Path(os.path.expanduser(out))] if out else [], home_of(model)
+    places, home = [Path(os.path.expanduser(out))] if out else [], find_model_folder(model)
     result = Path(RESULTS)
     return [*places, home.place(result.stem, result.suffix)] if home.is_run else places
 

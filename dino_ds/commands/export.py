@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dino_ds.basics.durable import check_absent, why_not_writable
+from dino_ds.basics.files import check_absent, why_not_writable
 from dino_ds.basics.names import sidecar_of
-from dino_ds.config.stages import home_of
+from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError
-from dino_ds.options.definition import Result
-from dino_ds.options.model import ExportOptions
+from dino_ds.options.definition import ExportOptions, Result
 
 
 def check(options: ExportOptions) -> None:
@@ -24,14 +23,18 @@ def run(options: ExportOptions) -> Result:
 
     Raises ConfigError, CheckpointError. No existing file is overwritten.
     """
-    from dino_ds.evals.model_images import crop_pct_of
+    from dino_ds.evals.features import crop_pct_of
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
 
     write, ending = FORMATS[options.format]
     source = Path(os.path.expanduser(options.model))
     is_folder = source.is_dir()
-    default = home_of(options.model).place("teacher", ending) if is_folder else source.with_name(source.stem + ending)
+    default = (
+        find_model_folder(options.model).place("teacher", ending)
+        if is_folder
+        else source.with_name(source.stem + ending)
+    )
     path = Path(os.path.expanduser(options.out)) if options.out else default
     _check_place(source, options.format, path)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)

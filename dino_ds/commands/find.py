@@ -1,24 +1,210 @@
-"""`dino-ds find`: the nearest images of files, or of rows of features."""
+"""`dino-ds find`: the nearest images of files, or of rows of features.
+
+Opens a file of features that `dino-ds embed` wrote, with the description beside it and the unchanged images.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-from dino_ds.basics.durable import free_stem, replace_file
+from dino_ds.basics.files import check_format, free_stem, read_object, replace_file
 from dino_ds.commands import embed
-from dino_ds.commands.embedded import Embedded, open_embedded
-from dino_ds.data.base import UnreadableImage
-from dino_ds.errors import ConfigError, DataError, unwritable
-from dino_ds.evals.curation import nearest_rows
-from dino_ds.options.definition import Result
-from dino_ds.options.model import FindOptions
+from dino_ds.commands.embedding_parts import DIGEST, digest_of
+from dino_ds.data.decode import load_image, open_image
+from dino_ds.data.encoded import ListedFiles, NamedFiles
+from dino_ds.data.images import Source, UnreadableImage
+from dino_ds.data.mixture import Mixture
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalization import Normalization
+from dino_ds.data.parquet import import_parquet
+from dino_ds.data.sources import changed_images, facts_of_images
+from dino_ds.errors import ConfigError, DataError, one_line, unwritable
+from dino_ds.evals.curation import SIDE, Vectors, nearest_rows
+from dino_ds.evals.features import LabeledImages, Reading, find_images, load_batches
+from dino_ds.options.definition import CurateOptions, FindOptions, Result
+from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
 from dino_ds.weights.load import load
+
+LINES, COLUMNS = 12, 8
+"""Rows and columns of pictures on a sheet, at most."""
+_THUMBNAIL, _BLOCK = 96, 4096
+_DESCRIBED = ("size", "weights", "network", "normalization", "value_range", "images")
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Features (n, d), their images, what `embed` says of both, and what there is to say of the images."""
+
+    rows: np.ndarray
+    source: Source
+    about: dict[str, Any]
+    memory_gib: float
+    notes: list[str]
+
+    @cached_property
+    def vectors(self) -> Vectors:
+        """The rows of images that could be read."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Vectors.of(self.rows, self.memory_gib, device)
+
+    @property
+    def normalization(self) -> Normalization:
+        return Normalization(*(tuple(self.about["normalization"][name]) for name in ("mean", "std")))
+
+    def pixels(self, image: int | str, size: int) -> Tensor:
+        """A row's image, or a file's, as the network gets it. Raises UnreadableImage."""
+        crop = EvalCrop(size, self.normalization)
+        source, index = (NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
+        return crop(load_image(source, index, self.about["value_range"], crop.channels))
+
+    def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]]) -> bytes:
+        """A PNG file of images, line by line with words under them: the first ones of the first lines."""
+        sheet = Sheet(min(LINES, len(lines)), max(len(line[:COLUMNS]) for line in lines), captions=True)
+        for row, line in enumerate(lines[:LINES]):
+            for column, (image, text) in enumerate(line[:COLUMNS]):
+                sheet.put(row, column, self._picture(image), text)
+        return png_of(figure_pixels(sheet.figure))
+
+    def _picture(self, image: int | str) -> np.ndarray:
+        """The center (h, w, 3) of a row's image or a file's; gray where it can't be read."""
+        try:
+            pixels = self.pixels(image, _THUMBNAIL)
+        except UnreadableImage:
+            return np.full((_THUMBNAIL, _THUMBNAIL, 3), 0.5)
+        return picture_of(pixels[None], self.normalization.mean, self.normalization.std)[0].numpy()
+
+    def thumbnails(self, folder: Path) -> np.ndarray:
+        """(n, 32 * 32) gray pixels of the images of `vectors`, in a file in `folder` that has no name and so ends with
+        the process; zeros where an image can't be read."""
+        rows = self.vectors.chosen.tolist()
+        reading = Reading(_thumbnail, None, self.about["value_range"], channels=len(self.normalization.mean))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            pixels = np.memmap(file, np.float16, "w+", shape=(len(rows), SIDE * SIDE))
+        batches = load_batches(
+            LabeledImages(self.source, rows, reading), self.source, None, "look", batch_size=reading.batch
+        )
+        for images, places, _ in batches:
+            pixels[places[:, 0].numpy()] = images.flatten(1).numpy()
+        return pixels
+
+    def side(self, index: int) -> int:
+        """Pixels of an image's longer side, 0 where it can't be read."""
+        try:
+            image = open_image(self.source, index, None)
+        except UnreadableImage:
+            return 0
+        return max(image.height, image.width)
+
+    def listed(self, rows: Iterable[int]) -> tuple[str, bytes]:
+        """The ending and the content of a list of these images: a .txt that `data.root` reads, or, where images are no
+        files of their own, a .csv that `data.balance clusters:` reads."""
+        chosen = sorted(rows)
+        paths = [_path_of(self.source, row) for row in chosen]
+        if None in paths:
+            kept, names = set(chosen), map(self.source.name, range(len(self.source)))
+            lines = ((name, 0 if row in kept else "") for row, name in enumerate(names))
+            return ".csv", table(("name", "cluster"), lines)
+        if odd := next((path for path in paths if path and {10, 13, 9} & set(path)), None):
+            raise DataError(f"{odd!r} has a line break or a tab in its name, which no list can hold: rename it")
+        labels, classes = self.source.labels, self.source.classes or []
+        ends = [b"" if labels is None or labels[row] < 0 else b"\t" + classes[labels[row]].encode() for row in chosen]
+        return ".txt", b"".join(path + end + b"\n" for path, end in zip(paths, ends, strict=True) if path)
+
+
+def _thumbnail(image: Image.Image | np.ndarray) -> Tensor:
+    """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (32, 32) in [0, 255], the whole of it."""
+    values = np.asarray(image)
+    gray = torch.from_numpy(values.mean(axis=2, dtype=np.float32))[None, None]
+    small = F.interpolate(gray, (SIDE, SIDE), mode="bilinear", antialias=True)[0, 0]
+    return small if values.dtype == np.uint8 else 255 * small
+
+
+def _path_of(source: Source, index: int) -> bytes | None:
+    """The absolute path, or the URL, of an image that is a file of its own."""
+    if isinstance(source, Mixture):
+        part, index = source.part_of(index)
+        source = source.sources[part]
+    return os.fsencode(source.path(index)) if isinstance(source, ListedFiles) else None
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> bytes:
+    """A .csv file."""
+    text = io.StringIO(newline="")
+    lines = csv.writer(text)
+    lines.writerow(columns)
+    lines.writerows(rows)
+    return text.getvalue().encode()
+
+
+def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
+    """Open features as `embed` has written them, and the images that they are of, unchanged."""
+    path = Path(os.path.expanduser(options.features))
+    if path.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
+    beside = path.with_name(f"{path.name}.json")
+    try:
+        about = read_object(beside)
+        check_format(about.get("format"), beside, "embed again")
+        kind, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
+        images = [about["origin"][name] for name in ("model", "source", "root")]
+        if kind == "patches":
+            raise ConfigError(f"{path} has maps of patches: embed with --what cls or mean, a vector an image")
+        rows = _read_rows(path, shape, options.memory_gib)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files that "
+            f"dino-ds embed writes, {path.name} and {beside.name} among them: bring them, or embed again"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} and {beside.name} are not as embed writes them: {one_line(error)}") from None
+    notes, blocks = list[str](), (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK))
+    if DIGEST not in about:
+        notes.append(f"{beside} has no {DIGEST}: whether the rows are in the order of the images is not known")
+    elif about[DIGEST] != digest_of(blocks):
+        raise DataError(
+            f"{path} has other rows than {beside.name} describes, or in another order: bring back both files of one "
+            "dino-ds embed, or embed again"
+        )
+    source = find_images(images[0], images[1], options.root or images[2])
+    notes += getattr(source, "notes", ())
+    changes = changed_images(about, facts_of_images(source))
+    if changes:
+        raise DataError(f"the images have changed since {path} was made ({changes}): embed again")
+    embedded = Embedded(rows, source, about, options.memory_gib, notes)
+    if not len(embedded.vectors):
+        raise DataError(f"{path} has no row of numbers but zero: its images could not be read, or its network is dead")
+    if unread := len(rows) - len(embedded.vectors):
+        notes.append(f"{unread} of {len(rows)} rows are NaN or zero, as of images that can't be read: left out")
+    return embedded
+
+
+def _read_rows(path: Path, shape: tuple[int, ...], memory_gib: float) -> np.ndarray:
+    """The features (n, d): memory-mapped from an .npy, else read. Raises OSError, ValueError, ConfigError."""
+    if path.suffix == ".npy":
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        if rows.shape != shape or rows.dtype not in (np.float16, np.float32):
+            raise ValueError(f"it has {rows.dtype} {list(rows.shape)}, and {list(shape)} are described")
+        return rows
+    if 4 * shape[0] * shape[1] > memory_gib * 2**30:
+        raise ConfigError(f"{path} has more than --memory_gib {memory_gib:g}: embed as .npy, or give more")
+    column = import_parquet().read_table(path, columns=["features"])["features"].combine_chunks()
+    rows = column.flatten().to_numpy(zero_copy_only=False)
+    return rows.reshape(shape)
 
 
 class Found(NamedTuple):

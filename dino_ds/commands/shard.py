@@ -16,17 +16,14 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.durable import replace_file, replacing
-from dino_ds.basics.text_file import is_url
-from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.decode import EncodedImage
+from dino_ds.basics.files import is_url, replace_file, replacing
+from dino_ds.data.batches import started, worker_options
+from dino_ds.data.decode import ENDINGS, EXTENSIONS, EncodedImage
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.formats import ENDINGS, EXTENSIONS
-from dino_ds.data.image_set import facts_of_images
+from dino_ds.data.images import Source, UnreadableImage
 from dino_ds.data.shards import CLASSES, INDEX
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import build_source, facts_of_images
 from dino_ds.data.tar_members import index_line
-from dino_ds.data.workers import started, worker_options
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import ShardOptions

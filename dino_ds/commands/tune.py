@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_ds.basics.durable import replace_file
+from dino_ds.basics.files import replace_file
+from dino_ds.basics.formatting import gib, markdown_table, number, percent
 from dino_ds.basics.ranges import PARTS
-from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe, recipe_names
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import flatten, show_value
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.process import init_distributed
@@ -24,15 +24,11 @@ from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.bench.trials import Measurement, Setting, Trials, beats
 from dino_ds.planning.bench.tune import ENOUGH_WAIT, Findings, Search
-from dino_ds.planning.fit import FILLED
+from dino_ds.planning.fit import FILLED, check_new, write_ds
 from dino_ds.planning.host import find_machine
-from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.recommend import check_new, write_ds
-from dino_ds.report.charts import Chart, Line
-from dino_ds.report.curves import Curve
+from dino_ds.planning.measure import describe_host, host_line
+from dino_ds.report.charts import Chart, Curve, Line
 from dino_ds.report.html import build_document, draw_chart, render
-from dino_ds.report.text import gib, number, percent
 
 _BUSY = 0.15
 """Cores that other programs may keep busy before the page says so."""

@@ -16,10 +16,16 @@ from typing import Any
 
 import hjson
 
+from dino_ds.basics.files import is_file, read_text
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.text_file import is_file, read_text
-from dino_ds.config.ds_check import override, problems_of
-from dino_ds.config.ds_values import DsConfig, PerformanceOptions, offloads_optimizer, offloads_weights
+from dino_ds.config.ds_schema import (
+    DsConfig,
+    PerformanceOptions,
+    offloads_optimizer,
+    offloads_weights,
+    override,
+    problems_of,
+)
 from dino_ds.errors import ConfigError, one_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
+from dino_ds.basics.files import unusable_text
 from dino_ds.basics.names import as_written, did_you_mean
-from dino_ds.basics.text_file import unusable_text
 
 
 def option(default: Any, description: str, **facts: Any) -> Any:

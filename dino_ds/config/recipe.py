@@ -13,7 +13,6 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dino_ds.config.crop_checks import crop_problems
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
 from dino_ds.config.fields import (
@@ -28,7 +27,7 @@ from dino_ds.config.fields import (
     option,
     positive,
 )
-from dino_ds.config.model import ModelSection
+from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.schema import idle_keys, named_values, options_of
 from dino_ds.config.sections import (
     CropsSection,
@@ -36,10 +35,10 @@ from dino_ds.config.sections import (
     HeadSection,
     ObjectiveSection,
     OptimizerSection,
+    crop_problems,
 )
-from dino_ds.config.teachers import GramSection, TeacherSection
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.method.specs.of_recipe import groups_of, name_problems, term_problems
+from dino_ds.method.specs.own import groups_of, name_problems, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 INVALID_SECTIONS = "invalid"

@@ -1,13 +1,24 @@
-"""The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py). No torch here."""
+"""The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py). No torch here.
+
+Sources of a mixture and their shares, as data.mixture names them.
+
+Checks a recipe's crops for settings that can't be or have no effect, and finds sizes that fit images. No torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from dino_ds.config.crops import AUGMENTATIONS, Augmentation, chances_by_kind, parse_resolutions
+from dino_ds.basics.files import unusable_text
+from dino_ds.basics.names import as_written
+from dino_ds.config.crops import AUGMENTATIONS, Augmentation, Resolution, chances_by_kind, parse_resolutions
 from dino_ds.config.fields import (
     IMAGE_FORMS,
     SOURCES,
@@ -38,8 +49,84 @@ from dino_ds.config.fields import (
     check_range,
     option,
 )
-from dino_ds.config.mixture import BalanceField, MixtureField, MixturePart, parse_mixture
-from dino_ds.config.model import ArgumentsField
+from dino_ds.config.model import ArgumentsField, ModelSection
+from dino_ds.config.schema import IdleKey
+from dino_ds.models.specs.backbones import FROM_SOURCE
+
+_FORM = "PLACE=SHARE, such as mine=0.7,theirs=0.3"
+_ENTRY = re.compile(r"\s*(?P<place>\S.*?)\s*=\s*(?P<share>[0-9]*\.?[0-9]+)\s*(?:,|$)")
+_BRACES = re.compile(r"\{[^{}]*\}")
+_TOLERANCE = Fraction(1, 10**6)
+"""Rounding error of shares that are written in decimals."""
+_MOST_DIGITS, _MOST_PARTS = 20, 1000
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """A source of a mixture: its path `place`, absolute or below data.root; and its share of the images of an
+    epoch."""
+
+    place: str
+    share: Fraction
+
+
+def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
+    """The parts of a mixture, whose shares add up to 1. Raises ValueError."""
+    parts = tuple(_parse_part(text) for text in texts)
+    if len(parts) == 1:
+        raise ValueError(f"mixture {texts[0]}: there is one source; name it as data.root instead")
+    if twice := [part.place for part in parts if [other.place for other in parts].count(part.place) > 1]:
+        raise ValueError(f"mixture: {twice[0]} is named twice; give it once, with the sum of its shares")
+    total = sum((part.share for part in parts), Fraction(0))
+    if parts and abs(total - 1) > _TOLERANCE:
+        raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
+    return tuple(MixturePart(part.place, part.share / total) for part in parts)
+
+
+def _parse_part(text: str) -> MixturePart:
+    match = _ENTRY.fullmatch(text)
+    if match is None or len(match["share"]) > _MOST_DIGITS or "," in _BRACES.sub("", match["place"]):
+        raise ValueError(f"mixture: {as_written(text)} is not {_FORM}")
+    place, share = match["place"], Fraction(match["share"])
+    if problem := unusable_text(place):
+        raise ValueError(f"mixture: {problem}")
+    if not share:
+        raise ValueError(f"mixture: {place} has the share 0: leave it out")
+    return MixturePart(place, share)
+
+
+def _split(value: object) -> object:
+    """The entries of a mixture: of a text with commas between them, of a list, or of a mapping from path to share."""
+    if isinstance(value, Mapping):
+        return tuple(f"{place}={share}" for place, share in value.items())
+    if not isinstance(value, str):
+        return value
+    entries, begin = [], 0
+    while begin < len(value):
+        match = _ENTRY.match(value, begin)
+        if match is None:
+            entries.append(value[begin:])
+            break
+        entries.append(match[0].strip().removesuffix(","))
+        begin = match.end()
+    return tuple(entries)
+
+
+def _few(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(texts) > _MOST_PARTS:
+        raise ValueError(f"mixture: {len(texts)} sources, at most {_MOST_PARTS} are taken")
+    return texts
+
+
+def _check_balance(value: str) -> str:
+    kind, colon, file = value.partition(":")
+    if value not in ("none", "classes") and not (kind == "clusters" and colon and file):
+        raise ValueError(f"{value!r} is not none, classes, or clusters:FILE")
+    return value
+
+
+MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_few)]
+BalanceField = Annotated[PathText, AfterValidator(_check_balance)]
 
 
 class DataSection(Section):
@@ -281,3 +368,62 @@ class OptimizerSection(Section):
         "optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps",
         "optimizer.kind !muon": "optimizer.scale",
     }
+
+
+def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
+    """Lines about sizes, colors and masks that crops can't have."""
+    several, patch = parse_resolutions(crops.resolutions), model.side_multiple
+    sizes = [("crops.global_size", crops.global_size)]
+    problems = _color_problems(crops, model)
+    problems += _mask_problems(crops, several, patch)
+    if crops.mask != "none" and model.backbone != FROM_SOURCE and "mask_token" not in model.spec().obeys:
+        can_not = f"and {model.backbone} can't: take a ViT, or leave it out with the loss of masked patches"
+        problems.append(f"crops.mask {crops.mask} needs a backbone that hides patches, {can_not}")
+    if crops.num_local:
+        sizes += [(f"crops.resolutions {resolution}: local size", resolution.local_size) for resolution in several]
+        sizes += [] if several else [("crops.local_size", crops.local_size)]
+    sizes += [(f"crops.resolutions {resolution}: global size", resolution.global_size) for resolution in several]
+    return problems + side_problems(sizes, model.backbone, patch)
+
+
+def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -> list[str]:
+    """Lines about (key, side) of crops whose sides are not multiples of the backbone's patch size."""
+    return [
+        f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {backbone}): "
+        f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
+        for name, size in sizes
+        if size % patch
+    ]
+
+
+def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: int) -> list[str]:
+    """A problem where a masked crop would never hide a patch."""
+    size = min([resolution.global_size for resolution in several] or [crops.global_size])
+    patches, (low, high) = (size // patch) ** 2, crops.mask_ratio
+    if crops.mask == "none" or not patches or int(patches * high):
+        return []
+    return [
+        f"crops.mask_ratio {low:g},{high:g} hides none of the {patches} patches of a crop of {size} pixels: it must "
+        f"reach {math.ceil(1e4 / patches) / 1e4:g}, one patch"
+    ]
+
+
+def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
+    """Problems of color augmentations for images that are not RGB."""
+    if model.in_chans == 3 or model.backbone == FROM_SOURCE:
+        return []
+    why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
+    problems: list[str] = [IdleKey.of("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
+    if crops.jitter and any(crops.jitter[2:]):
+        strengths = [f"{strength:g}" for strength in crops.jitter]
+        instead = ",".join([*strengths[:2], "0", "0"])
+        problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
+    return problems
+
+
+def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
+    """(global, local) sizes of crops for images of `side` pixels, multiples of the patch: global ones of `most` pixels
+    at most, local ones in DINO's ratio of 96 to 224, or half of the global ones if `most` is below 224."""
+    large = max(2, min(most, side) // patch) * patch
+    share = 0.5 if most < 224 else 96 / 224
+    return large, min(max(1, round(share * large / patch)) * patch, large - patch)

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
+from dino_ds.config.ds_schema import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts
-from dino_ds.method.specs.of_recipe import teachers_of
+from dino_ds.method.specs.own import teachers_of
 
 GIB = 2**30
 _FP32 = 4

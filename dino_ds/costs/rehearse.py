@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.rehearsal import rehearsal
+from dino_ds.basics.ranges import rehearsal
 from dino_ds.config.crops import FROZEN, CropGroup
-from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder, fused_attention
 from dino_ds.costs.settings import RehearsalSettings, frozen_spec
 from dino_ds.data.normalization import Normalization
-from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
 from dino_ds.engine.optim import parameter_groups
+from dino_ds.engine.process import DTYPES
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import build_head, build_meta, optimizer_options
-from dino_ds.method.specs.of_recipe import heads_of, teachers_of
+from dino_ds.method.specs.own import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
@@ -228,7 +228,7 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
     """The recipe for one rank; teachers that come from files are as large as the student where this is possible."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"sync_batch_norm": False})}
     for spec in teachers_of(recipe):
-        changes |= spec.without_file(recipe)
+        changes |= spec.changes_without_file(recipe)
     return recipe.model_copy(update=changes)
 
 

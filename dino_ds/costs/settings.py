@@ -7,10 +7,10 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dino_ds.basics.text_file import read_object
-from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.basics.files import read_object
+from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import home_of
+from dino_ds.config.stages import find_model_folder
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 
@@ -50,7 +50,7 @@ def _stated(source: str) -> ViTSpec | None:
     spec: BackboneSpec | None = BACKBONES.get(base) if not path.exists() else None
     if isinstance(spec, ViTSpec):
         return spec
-    beside = home_of(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    beside = find_model_folder(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
     try:
         about = read_object(beside)
         return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.basics.text_file import is_url, opened
-from dino_ds.data.base import UnreadableImage
+from dino_ds.basics.files import is_url, opened
+from dino_ds.data.classes import archive_key, file_key, keys_in
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
-from dino_ds.data.file_keys import archive_key, file_key, keys_in
-from dino_ds.data.images import in_channels
+from dino_ds.data.images import UnreadableImage, in_channels
 from dino_ds.data.listing import Contents, Labels, Listing, find_listing, printable
 from dino_ds.data.remote import FilePiece, Remote
 

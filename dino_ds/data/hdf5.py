@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.classes import note_unnamed
 from dino_ds.data.encoded import MAX_BYTES, RowImages
+from dino_ds.data.images import UnreadableImage, find_placeholder
 from dino_ds.data.listing import Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_ds.basics.host_memory import host_memory_gib
-from dino_ds.data.base import Source
+from dino_ds.basics.machine import host_memory_gib
 from dino_ds.data.decode import DecodedImage, EncodedImage
+from dino_ds.data.images import Source
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from dino_ds.basics.durable import cache_folder, replacing
-from dino_ds.basics.file_format import FORMAT
+from dino_ds.basics.files import FORMAT, cache_folder, replacing
 from dino_ds.errors import DataError
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}

@@ -3,6 +3,8 @@
 The global batches depend on (seed, epoch) and the global batch size alone; ranks, micro-batches and workers only divide
 the work. So a run may be resumed, or repeated on other hardware, with the same images in the same order. The resolution
 of a step is drawn from (seed, epoch, index of the step in the epoch).
+
+Brings batches to the device: the next one is copied and augmented during the current training step.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, islice
 from typing import Any
 
@@ -19,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dino_ds.basics.hashing import crop_seed
-from dino_ds.data.base import Source
-from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
-from dino_ds.data.draws import Draws, draws_in
-from dino_ds.data.feed import Position
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.workers import (
+from dino_ds.basics.files import crop_seed
+from dino_ds.basics.ranges import AUGMENTATION, named_range
+from dino_ds.config.crops import all_crops
+from dino_ds.data.batches import (
+    LoaderBatch,
+    LoaderOptions,
+    MultiCropDataset,
+    augmented_crops,
     automatic_workers,
     handle_worker_crash,
     handle_worker_hang,
@@ -34,7 +38,87 @@ from dino_ds.data.workers import (
     stop_workers,
     worker_options,
 )
+from dino_ds.data.feed import Batch, Position
+from dino_ds.data.images import Source
+from dino_ds.data.masks import Draws, draws_in
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.photometric import find_kernels
 from dino_ds.errors import DataError
+
+
+class DevicePrefetcher:
+    """Endless iterator of Batch over a loader. Raises the loader's errors.
+
+    On a GPU, `prefetch` is called once a step's backward pass is launched; it copies and augments the next crops on a
+    side stream during that pass.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self._loader, self._device = loader, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: Batch | DataError | None = None
+        self._notes: list[str] = []
+        self._first = True
+
+    def __iter__(self) -> DevicePrefetcher:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._stream is None:
+            return self._to_device(next(self._loader))
+        ready, self._next = self._next, None
+        if isinstance(ready, DataError):
+            raise ready
+        if ready is None:
+            ready = self._to_device(next(self._loader))
+        step = torch.cuda.current_stream(self._device)
+        step.wait_stream(self._stream)
+        masks = (tensor for mask in ready.masks.values() for tensor in mask.values())
+        for tensor in (*all_crops(ready.crops), ready.indices, *masks):
+            tensor.record_stream(step)  # or the side stream would reuse its memory while the step reads it
+        return ready
+
+    def prefetch(self) -> None:
+        """Copy and augment the next batch if it is ready, without waiting; `__next__` raises its errors."""
+        if self._stream is None or self._next is not None:
+            return
+        try:
+            if batch := self._loader.next_if_ready():
+                self._next = self._to_device(batch)
+        except DataError as error:
+            self._next = error
+
+    def take_notes(self) -> list[str]:
+        """Log lines of the loader and of the augmentation since the last call."""
+        notes, self._loader.notes, self._notes = self._loader.notes + self._notes, [], []
+        return notes
+
+    def close(self) -> None:
+        """Stop the loader's processes."""
+        self._next = None
+        self._loader.close()
+
+    def _to_device(self, batch: LoaderBatch) -> Batch:
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            ready = to_device(batch, self._device)
+        if self._first and batch.params:
+            reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.crops.values()]
+            if any(reasons):
+                self._notes.append(
+                    "augmentation takes some 490 launches a batch, not 8: the fused kernels don't run here "
+                    f"({next(filter(None, reasons))})"
+                )
+        self._first = False
+        return ready
+
+
+def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
+    """Copy a batch to the device and augment it there on the current stream; the host does not wait."""
+    moved = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
+    with named_range(AUGMENTATION):
+        crops = augmented_crops(moved)
+    return Batch(crops, moved.indices, batch.epoch, batch.names, batch.bad, moved.masks)
+
 
 _LOOK_SECONDS = 2
 """Time after which the wait for a batch is interrupted to check for other events."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dino_ds.basics.text_file import unusable_text
+from dino_ds.basics.files import unusable_text
 from dino_ds.data.listing import printable
 from dino_ds.errors import ConfigError, DataError, one_line
 

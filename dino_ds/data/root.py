@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.files import is_url
 from dino_ds.basics.hubs import advise_saved, hub_id
-from dino_ds.basics.text_file import is_url
 from dino_ds.config.evaluation import BENCHMARKS
 from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.decode import archives_in, is_image_file, note_left_out, split_part
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
-from dino_ds.data.formats import archives_in, is_image_file, note_left_out, split_part
 from dino_ds.data.hdf5 import Hdf5Images
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages

@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.basics.text_file import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
-from dino_ds.data.base import UnreadableImage
-from dino_ds.data.classes import join_classes, note_unnamed
+from dino_ds.basics.files import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
+from dino_ds.data.classes import archive_key, join_classes, note_unnamed
+from dino_ds.data.decode import EXTENSIONS, note_left_out
 from dino_ds.data.encoded import MAX_BYTES, ListedImages, size_and_time
-from dino_ds.data.file_keys import archive_key
-from dino_ds.data.formats import EXTENSIONS, note_left_out
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, known_states, open_remote, remote_with_room
 from dino_ds.data.remote_request import Refusal

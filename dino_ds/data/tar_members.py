@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dino_ds.basics.file_format import FORMAT, check_format
-from dino_ds.data.base import name_placeholder
+from dino_ds.basics.files import FORMAT, check_format
+from dino_ds.data.decode import HEAD, is_image, is_left_out
 from dino_ds.data.encoded import size_and_time
-from dino_ds.data.formats import HEAD, is_image, is_left_out
+from dino_ds.data.images import name_placeholder
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
 from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dino_ds.basics.rehearsal import rehearsing
+from dino_ds.basics.ranges import rehearsing
 from dino_ds.errors import UserError
 
 _thread = threading.local()

@@ -1,22 +1,272 @@
-"""Joins the process group of the launcher, and leaves it at the end."""
+"""Joins the process group of the launcher, and leaves it at the end.
+
+Imports DeepSpeed, which prints warnings to standard output, such as about a missing CUDA toolkit.
+
+The device of this process, its abilities and its memory.
+
+The rendezvous before a process group exists: which ranks are there, and through which interface they connect.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import ipaddress
+import json
 import logging
 import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from dino_ds.basics.ports import find_free_port
+from dino_ds.basics.machine import find_free_port
+from dino_ds.basics.ranges import rehearsing
 from dino_ds.engine import distributed
-from dino_ds.engine.deepspeed_import import import_deepspeed
-from dino_ds.engine.products import on_amd, take_onednn
+from dino_ds.engine.muon import on_amd, take_onednn
 from dino_ds.engine.rank_variables import check_ranks
-from dino_ds.engine.rendezvous import rendezvous
 from dino_ds.errors import ConfigError
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON."""
+    first = "deepspeed" not in sys.modules
+    quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
+    with quiet, _without_mlflow():
+        import deepspeed
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """Keep DeepSpeed's autotuner, unused here, from importing MLflow, which costs 1.5 seconds and a thread."""
+    hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
+    if hides:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules["mlflow"]
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def device() -> torch.device:
+    """The device of this process; in a rehearsal the CPU, whatever device is rehearsed."""
+    if rehearsing():
+        return torch.device("cpu")
+    name = import_deepspeed().accelerator.get_accelerator().device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
+
+
+def fp16_supported() -> bool:
+    return bool(import_deepspeed().accelerator.get_accelerator().is_fp16_supported())
+
+
+def free_memory() -> str:
+    """The free memory of this process's GPU and of the host, in words."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
+    if not torch.cuda.is_available():
+        return text
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
+
+
+def release_memory() -> None:
+    """Free the memory of ended trials and runs: DeepSpeed's hooks make reference cycles, which need the collector."""
+    for _ in range(2):  # our engine, freed in the first pass, releases DeepSpeed's
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def use_deterministic_kernels() -> None:
+    """Make kernels sum in the same order in every run; call this before anything is computed on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(True)
+    # Else torch fills all new memory with NaN to expose reads of it, which costs a pass over the memory each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def set_convolutions(fastest: bool, tf32: bool) -> None:
+    """Set whether cuDNN times its kernels on each new size of a convolution and takes the fastest, and whether it may
+    compute FP32 convolutions in TF32, which is torch's default."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = fastest, tf32
+
+
+def memory_gib() -> float:
+    """Peak memory of this process: a GPU's if it has one, else the peak resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resident_mib(peak=True) / 1024
+
+
+def resident_mib(peak: bool = False) -> float:
+    """Resident set of this process, now or at its peak.
+
+    Read from /proc if it exists: getrusage's maximum begins with that of the parent process.
+    """
+    status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
+    for line in status.read_text().splitlines() if status.exists() else []:
+        if line.startswith(wanted):
+            return int(line.split()[1]) / 1024
+    import resource
+
+    import psutil
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+    return largest if peak else psutil.Process().memory_info().rss / 2**20
+
+
+_PATIENCE_SECONDS = 25.0
+"""Time after which a rank that waits for others says so."""
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables that name network interfaces."""
+
+
+@contextmanager
+def rendezvous(timeout: timedelta) -> Iterator[timedelta]:
+    """Wrap joining a process group; yields the time that connecting the ranks may take, since all of them are there.
+
+    On several machines gloo gets the interface that reaches the first one, unless the user has named one. Raises
+    ConfigError if ranks disagree on the world size, machines can't connect, or another program uses rank 0's port.
+    """
+    mine, ranks = distributed.rank(), distributed.world_size()
+    several = False
+    try:
+        if (ranks, mine) == (1, 0):
+            yield timeout
+            return
+        # The server is shared with the process group's store: same port, same process.
+        store = _store(mine, timeout)
+        several = _call_roll(store, mine, ranks, timeout)
+        yield timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)
+        del store
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            where = f"port {os.environ.get('MASTER_PORT')} of {socket.gethostname()}"
+            raise ConfigError(f"{where} is in use: give another --master_port") from error
+        if several:
+            first_line = next(iter(str(error).splitlines()), "")
+            raise ConfigError(
+                f"rank {mine} does not get through to the ranks of other machines ({first_line[:160]}): name the "
+                f"interface between them, {GLOO}=eth0 (and {NCCL} for GPUs)"
+            ) from error
+        raise
+
+
+def _store(mine: int, timeout: timedelta) -> dist.Store:
+    """The store of rank 0, or of torchrun's agent."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = mine == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    for seconds in (timedelta(seconds=_PATIENCE_SECONDS), timeout):
+        try:
+            return dist.TCPStore(
+                address, port, None, is_master=serves, timeout=seconds, wait_for_workers=False, multi_tenant=True
+            )
+        except dist.DistNetworkError:
+            if serves or seconds == timeout:
+                raise
+            _say(f"rank {mine} does not reach rank 0 at {address}, port {port}, for {seconds.seconds} s")
+    raise AssertionError
+
+
+def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> bool:
+    """Wait until all ranks are there and choose gloo's interface; returns whether they are on several machines.
+
+    Raises ConfigError if they disagree on the world size.
+    """
+    prefix = f"dino_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    source, master = _route()
+    store.set(f"{prefix}/{mine}", json.dumps([ranks, socket.gethostname(), master]))
+    if mine == 0:
+        answers = [json.loads(_take(store, f"{prefix}/{rank}")) for rank in _present(store, prefix, ranks, timeout)]
+        seen = next((address for _, _, address in answers if not _is_loopback(address)), master)
+        sizes: dict[int, int] = {}
+        for rank, (size, _, _) in enumerate(answers):
+            sizes.setdefault(size, rank)
+        roll = json.dumps([sizes, len({host for _, host, _ in answers}) > 1, seen])
+        for rank in range(ranks):
+            store.set(f"{prefix}/roll/{rank}", roll)
+    else:
+        store.wait([f"{prefix}/roll/{mine}"], timeout)
+    sizes, several, seen = json.loads(_take(store, f"{prefix}/roll/{mine}"))
+    if len(sizes) > 1:
+        text = " and ".join(f"WORLD_SIZE {size} by rank {rank}" for size, rank in sizes.items())
+        raise ConfigError(f"ranks disagree on how many they are: {text}; give all of them the same WORLD_SIZE")
+    if several and GLOO not in os.environ:
+        _choose_interface(seen if _is_loopback(source) else source)
+    return bool(several)
+
+
+def _take(store: dist.Store, key: str) -> bytes:
+    """A value that is no longer there for a later start, whose store torchrun's agent keeps."""
+    value = store.get(key)
+    store.delete_key(key)
+    return value
+
+
+def _present(store: dist.Store, prefix: str, ranks: int, timeout: timedelta) -> Iterator[int]:
+    """Each rank as it comes, to the first that says another world size; names after a while those that don't come."""
+    due, said = time.monotonic() + _PATIENCE_SECONDS, False
+    for rank in range(ranks):
+        key = f"{prefix}/{rank}"
+        try:
+            store.wait([key], timeout if said else timedelta(seconds=max(0.01, due - time.monotonic())))
+        except dist.DistStoreError:
+            if said:
+                raise
+            said, missing = True, [str(late) for late in range(rank, ranks) if not store.check([f"{prefix}/{late}"])]
+            names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:8])}{' ...' if missing[8:] else ''}"
+            _say(f"{names} of {ranks} did not come within {_PATIENCE_SECONDS:.0f} s: look at what they print")
+            store.wait([key], timeout)
+        differs = json.loads(store.get(key))[0] != ranks
+        yield rank
+        if differs:
+            return
+
+
+def _say(text: str) -> None:
+    print(f"dino_ds: {socket.gethostname()}: {text}; waiting", file=sys.stderr, flush=True)
+
+
+def _route() -> tuple[str, str]:
+    """This machine's address towards the machine of rank 0, and that machine's address as it is known here."""
+    (family, _, _, _, address), *_ = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0]), str(address[0])
+        except OSError:
+            return str(address[0]), str(address[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _choose_interface(address: str) -> None:
+    """Have gloo use the interface with this address. By itself it takes the one of the machine's name, which many
+    machines resolve to 127.0.1.1."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if not _is_loopback(address) and address in [entry.address.partition("%")[0] for entry in addresses]:
+            os.environ[GLOO] = name
+            return
+
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """mallopt's numbers of these two parameters."""

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine import distributed
-from dino_ds.engine.lars import Lars, Layer
 from dino_ds.engine.masters import (
     FlatMasters,
     Names,
@@ -27,6 +26,7 @@ from dino_ds.engine.masters import (
     sharded_masters_of,
 )
 from dino_ds.engine.muon import Matrix, Muon, Slice
+from dino_ds.engine.optim import Lars, Layer
 from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,
@@ -43,7 +43,7 @@ from dino_ds.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Flat:
+class OptimizerShard:
     """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
 
     group: the name of its parameter group; kind: that of the optimizer which updates it; pieces: the parameters'
@@ -63,20 +63,20 @@ class Flat:
             tensor.zero_()
 
 
-def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[Flat]:
+def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[OptimizerShard]:
     """The tensors of `optimizer`, which deepspeed.initialize made for `network`: one per parameter at stage 0, else one
     per shard. shapes: those of the whole parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p, group_of[id(p)]) for name, p in network.named_parameters() if p.requires_grad]
         return [
-            Flat(name, group["name"], group["kind"], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
+            OptimizerShard(name, group["name"], group["kind"], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
             for name, p, group in trained
         ]
     masters = sharded_masters_of(optimizer, names)
     state = optimizer.optimizer.state
     return [
-        Flat(
+        OptimizerShard(
             f"{group['name']}.{i}", group["name"], group["kind"], shard, state[shard], list(_pieces(masters[i], shapes))
         )
         for i, (group, shard) in enumerate(zip(shard_groups(optimizer), master_shards(optimizer), strict=True))
@@ -129,7 +129,9 @@ def lay_out_matrices(muon: Muon, optimizer: Any, names: Names, shapes: Shapes) -
         muon.lay_out(shard, matrices, slices, masters.process_group)
 
 
-def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, kind: str, common: dict[str, Any]) -> EngineState:
+def export_state(
+    flats: list[OptimizerShard], shapes: Shapes, sharded: bool, kind: str, common: dict[str, Any]
+) -> EngineState:
     """Return this rank's part of the state. Without sharding every rank holds everything, and returns an equal share.
 
     kind: the optimizer's; common: further values that all ranks share, besides `kind` and `shapes`.
@@ -149,24 +151,26 @@ def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, kind: str, co
     return EngineState(tensors, layout_of(listed, kind, shared if distributed.rank() == 0 else None))
 
 
-def _steps(flats: list[Flat]) -> list[int]:
+def _steps(flats: list[OptimizerShard]) -> list[int]:
     """Numbers of steps that moments have seen, in one read from the device; 1 for moments without a count."""
     counts = [flat.state[STEP] for flat in flats if STEP in flat.state]
     known = iter(torch.stack(counts).tolist() if counts else [])
     return [int(next(known)) if STEP in flat.state else int(bool(flat.state)) for flat in flats]
 
 
-def _part(flat: Flat, piece: Piece) -> Flat:
+def _part(flat: OptimizerShard, piece: Piece) -> OptimizerShard:
     """Cut the elements of `piece` out of a flat that is one whole parameter."""
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1)[piece.start : piece.stop]
 
     state = {key: value if key == STEP else cut(value) for key, value in flat.state.items()}
-    return Flat(flat.name, flat.group, flat.kind, cut(flat.master), state, [piece])
+    return OptimizerShard(flat.name, flat.group, flat.kind, cut(flat.master), state, [piece])
 
 
-def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any, kind: str) -> SavedParameters:
+def import_state(
+    saved: SavedState, flats: list[OptimizerShard], shapes: Shapes, optimizer: Any, kind: str
+) -> SavedParameters:
     """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads only its own elements.
 
     Raises CheckpointError, on all ranks, if the saved state is of another network or not of this `kind`.
@@ -188,7 +192,7 @@ def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer
     return parameters
 
 
-def _fill_moments(flat: Flat, parameters: SavedParameters) -> None:
+def _fill_moments(flat: OptimizerShard, parameters: SavedParameters) -> None:
     step = parameters.step_of(piece.parameter for piece in flat.pieces)
     if step and not flat.state:  # as the optimizer makes it in its first step
         if flat.kind == "adamw":

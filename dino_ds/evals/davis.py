@@ -18,10 +18,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.basics.text_file import read_text
-from dino_ds.data.base import UnreadableImage
+from dino_ds.basics.files import read_text
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError, one_line
@@ -120,7 +120,10 @@ def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray
 def judge_masks(predicted: Tensor, wanted: Tensor, objects: int) -> list[list[float]]:
     """Labels uint8 (frames, h, w), 0 is background -> J and F of each object, means over frames."""
     pairs = [(predicted == number, wanted == number) for number in range(1, objects + 1)]
-    return [[float(judge(*pair).mean()) for judge in (region_similarity, boundary_similarity)] for pair in pairs]
+    return [
+        [float(make_finding(*pair).mean()) for make_finding in (region_similarity, boundary_similarity)]
+        for pair in pairs
+    ]
 
 
 def region_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:

@@ -16,18 +16,23 @@ import torch
 from torch.utils.data import DataLoader
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import Source
-from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
-from dino_ds.data.image_set import digest_of
-from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.batches import (
+    LoaderBatch,
+    LoaderOptions,
+    MultiCropDataset,
+    main_module_left_out,
+    stop_workers,
+    worker_options,
+)
+from dino_ds.data.images import Source, evenly_spaced_indices
+from dino_ds.data.loader import to_device
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.prefetcher import to_device
-from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
+from dino_ds.data.sources import digest_of
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.features import ImageMemory, keep_generators
 from dino_ds.method.step import Inputs
-from dino_ds.run.run import Moment
+from dino_ds.run.run import StepContext
 
 _BATCH = 32
 """Smallest micro-batch, or a smaller global batch; up to twice as many images, so that no batch has a single one."""
@@ -52,7 +57,7 @@ class HeldOutLoss:
         self.basis = digest_of(source, chosen)
         """A digest of the images: only values with the same digest are comparable."""
 
-    def measure(self, moment: Moment) -> dict[str, float] | None:
+    def measure(self, moment: StepContext) -> dict[str, float] | None:
         """The metrics, {} if images can't be read any more, or None if a stop was requested; the same on all ranks.
 
         Leaves training's state and random numbers unchanged. Raises DataError only at the start of a run.
@@ -81,7 +86,7 @@ class HeldOutLoss:
                     losses[number * ranks + mine] = [float(len(part)), *values]
         return self._means(losses, bad, moment)
 
-    def _measure(self, batch: LoaderBatch, moment: Moment) -> list[float]:
+    def _measure(self, batch: LoaderBatch, moment: StepContext) -> list[float]:
         """The loss and the scalars of the objective for one micro-batch."""
         assert moment.training is not None
         ready = to_device(batch, moment.device)
@@ -89,7 +94,7 @@ class HeldOutLoss:
             loss, scalars = moment.training.measure(Inputs(ready.crops, None, ready.masks))
         return [float(loss), *(float(scalars[name]) for name in moment.training.objective.scalars)]
 
-    def _means(self, losses: dict[int, list[float]], bad: list[str], moment: Moment) -> dict[str, float]:
+    def _means(self, losses: dict[int, list[float]], bad: list[str], moment: StepContext) -> dict[str, float]:
         """Means over all images, summed in the order of the micro-batches and not of the ranks."""
         assert moment.training is not None
         answers, objective = distributed.gather_objects((losses, bad)), moment.training.objective
@@ -105,10 +110,10 @@ class HeldOutLoss:
         means |= {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         return {f"val_{name}": value for name, value in means.items()}
 
-    def _kept(self, my_parts: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
+    def _kept(self, my_parts: list[list[int]], moment: StepContext) -> Generator[Any, None, None]:
         return self._memory.batches("held out", lambda: self._batches(my_parts, moment), _copied)
 
-    def _batches(self, my_parts: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
+    def _batches(self, my_parts: list[list[int]], moment: StepContext) -> Generator[Any, None, None]:
         """Yield a LoaderBatch for each list of images, or a DataError in its stead."""
         options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
         keys = [[(0, index) for index in part] for part in my_parts]

@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import BaseModel
 from torch import Tensor
 
-from dino_ds.basics.text_file import read_object
+from dino_ds.basics.files import read_object
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import to_tensor

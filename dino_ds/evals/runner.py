@@ -10,25 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dino_ds.basics.digits import short
+from dino_ds.basics.formatting import short
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATION_OF, VAL_LOSS
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import Source
-from dino_ds.data.image_set import digest_of
+from dino_ds.data.images import Source
 from dino_ds.data.normalization import Normalization
-from dino_ds.data.sources import build_source, held_out_images, labeled_test
+from dino_ds.data.sources import build_source, digest_of, held_out_images, labeled_test
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.advice import OF_ONE_SET, note_on_shared, with_recipe_keys
 from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher
 from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pixels
 from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
-from dino_ds.evals.results import RESULTS, SHARED, write_results
-from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
-from dino_ds.evals.tracking import Best, Knn, evaluated_every
-from dino_ds.health.files import Event
-from dino_ds.run.run import AtStep, Moment
-from dino_ds.run.teacher_files import best_step
+from dino_ds.evals.suite import OF_ONE_SET, describe_result, evaluate, note_on_shared, preflight_eval, with_recipe_keys
+from dino_ds.evals.tracking import RESULTS, SHARED, Best, Knn, evaluated_every, write_results
+from dino_ds.health.beat import Event
+from dino_ds.run.run import PeriodicTask, StepContext
+from dino_ds.run.run_folder import best_step
 from dino_ds.weights.load import Backbone
 
 MEASURED_ANEW = "measured_anew"
@@ -37,7 +34,7 @@ Results = dict[str, dict[str, Any]]
 """Results by evaluation, as RUN/evaluations.json keeps them."""
 
 
-class EvalRunner(AtStep):
+class EvalRunner(PeriodicTask):
     """Runs the evaluations `names` every `every` steps, always on the same images: `sources`, train and test.
 
     `best` tracks the best teacher and `held_out` measures a loss, each is None if the recipe does not ask for it. All
@@ -135,7 +132,7 @@ class EvalRunner(AtStep):
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
 
-    def run(self, moment: Moment) -> bool:
+    def run(self, moment: StepContext) -> bool:
         """Evaluate; write metrics, lines of the log, and RUN/evaluations.json. False if a stop was requested."""
         self._improved, losses = False, dict[str, float]()
         results = self.evaluate(moment)
@@ -158,7 +155,7 @@ class EvalRunner(AtStep):
                 moment.log.info(f"warning  {RESULTS} can't be written: {error}; training continues")
         return True
 
-    def _track(self, moment: Moment, results: Results, losses: dict[str, float]) -> dict[str, int]:
+    def _track(self, moment: StepContext, results: Results, losses: dict[str, float]) -> dict[str, int]:
         """Pass the newest value to the tracker of the best teacher; returns its metrics."""
         if self.best is None:
             return {}
@@ -186,7 +183,7 @@ class EvalRunner(AtStep):
         best = self.best.lines(best_step(run_dir)) if self.best is not None else []
         return [*best, *self.knn.summary(cut)]
 
-    def evaluate(self, moment: Moment) -> Results | None:
+    def evaluate(self, moment: StepContext) -> Results | None:
         """Evaluate the teacher; returns the results, or None on all ranks if a stop was requested on one of them.
 
         Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note. Training's
@@ -197,7 +194,7 @@ class EvalRunner(AtStep):
             return self._evaluate(model, moment)
         return None
 
-    def _evaluate(self, model: Backbone, moment: Moment) -> Results:
+    def _evaluate(self, model: Backbone, moment: StepContext) -> Results:
         def context_of(model: Any) -> EvalContext:
             context = EvalContext(
                 model, self._settings, moment.device, lambda: self._sources, moment.stop_requested, progress=False

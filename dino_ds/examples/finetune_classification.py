@@ -26,9 +26,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
+from dino_ds.data.images import UnreadableImage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers": 4, "seed": 0}

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dino_ds.basics.durable import discard, replacing
-from dino_ds.health.files import Disk, Event, create_exclusively, log_event
+from dino_ds.basics.files import discard, replacing
+from dino_ds.health.beat import Disk, Event, create_exclusively, log_event
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone: its host or its monitor may be."""

@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from dino_ds.config.crops import Masks
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
-from dino_ds.method.parts import TermParts
-from dino_ds.method.specs.coding_rate import CodingRateSpec
+from dino_ds.method.networks import TermParts
+from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
+from dino_ds.method.specs.ours import CodingRateSpec
 from dino_ds.models.base import CLS
 from dino_ds.models.network import Query
 
@@ -47,7 +47,7 @@ class CodingRateTerm(Term):
         outputs = [teachers[self.teacher][self._query] for teachers in window]
         return [_unit_rows(rows).unflatten(0, (self.crops, -1)) for rows in outputs]
 
-    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> TermLoss:
         rows = _unit_rows(student[self._query]).unflatten(0, (-1, targets.shape[1]))
         with torch.autocast(rows.device.type, enabled=False):
             pairs = torch.einsum("vbd,gbd->vg", rows, targets) / rows.shape[1]
@@ -56,7 +56,7 @@ class CodingRateTerm(Term):
             least, most = rate_bounds(rows.shape[2], rows.shape[1] * distributed.world_size())
             spread = (rate.detach() - least) / max(most - least, 1e-6)  # for one image the bounds are equal
             scalars = {"view_cosine": cosine.detach(), "coding_rate": rate.detach(), self.spread: spread}
-            return Measured(1 - cosine - rate, scalars)
+            return TermLoss(1 - cosine - rate, scalars)
 
 
 def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.config.crops import EMA, teacher_sizes
-from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.distributed import gather_in_place
 from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters, write_weights
+from dino_ds.engine.process import DTYPES, device
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.networks import build_meta
-from dino_ds.method.parts import TeacherParts
+from dino_ds.method.networks import TeacherParts, build_meta
 from dino_ds.method.specs.base import TeacherSpec
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dino_ds.config.crops import EMA, Masks
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.centering import Centering, build_centering
-from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
-from dino_ds.method.parts import TermParts
-from dino_ds.method.specs.dino import IBOT, IBOT_HEAD, IbotSpec
+from dino_ds.method.dino import Centering, build_centering
+from dino_ds.method.networks import TermParts
+from dino_ds.method.objective import Needs, Outputs, StudentOutputs, TargetEntropy, Term, TermLoss, teacher_logits
+from dino_ds.method.specs.ours import IBOT, IBOT_HEAD, IbotSpec
 from dino_ds.models.base import masked_of
-from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
+from dino_ds.models.prototypes import Compared, Comparison
 
 
 def ibot_loss(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor, crops: int) -> Tensor:
@@ -67,12 +67,12 @@ class IbotTerm(Term):
             for of_batch, of_crops in zip(logits, masks, strict=True)
         ]
 
-    def loss(self, student: StudentOutputs, targets: Comparison, schedule: ScheduleValues) -> Measured:
+    def loss(self, student: StudentOutputs, targets: Comparison, schedule: ScheduleValues) -> TermLoss:
         """The loss; as scalars the entropy of the targets and the cross-entropy, means over the masked crops."""
         compared = student[IBOT]
         assert isinstance(compared, Compared) and targets.weights is not None and targets.divisor is not None
         mean = compared.loss.detach() * (targets.divisor / targets.weights.sum().clamp_min(1e-9))
-        return Measured(compared.loss, {"ibot_teacher_entropy": compared.entropy, "ibot_cross_entropy": mean})
+        return TermLoss(compared.loss, {"ibot_teacher_entropy": compared.entropy, "ibot_cross_entropy": mean})
 
 
 def build_ibot(spec: IbotSpec, parts: TermParts) -> IbotTerm:

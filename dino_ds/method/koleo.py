@@ -15,9 +15,9 @@ from torch import Tensor
 from dino_ds.config.crops import Masks
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
-from dino_ds.method.parts import TermParts
-from dino_ds.method.specs.koleo import KoLeoSpec
+from dino_ds.method.networks import TermParts
+from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
+from dino_ds.method.specs.ours import KoLeoSpec
 from dino_ds.models.base import cls_of
 
 # As in the reference: added to every component of a difference, and to the distance.
@@ -38,7 +38,7 @@ class KoLeoTerm(Term):
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[None]:
         return [None] * len(window)
 
-    def loss(self, student: StudentOutputs, targets: None, schedule: ScheduleValues) -> Measured:
+    def loss(self, student: StudentOutputs, targets: None, schedule: ScheduleValues) -> TermLoss:
         features = student[self._feature]
         assert isinstance(features, Tensor)
         with torch.autocast(features.device.type, enabled=False):
@@ -46,7 +46,7 @@ class KoLeoTerm(Term):
             every = distributed.GatherRows.apply(rows) if self.all_ranks else rows
             first = rows.shape[1] * distributed.rank() if self.all_ranks else 0
             losses = [koleo(crop, all_of, first) for crop, all_of in zip(rows, every, strict=True)]
-            return Measured(torch.stack(losses).sum(), {})
+            return TermLoss(torch.stack(losses).sum(), {})
 
 
 def build_koleo(spec: KoLeoSpec, parts: TermParts) -> KoLeoTerm:

@@ -1,27 +1,34 @@
-"""Builds a recipe's network on the meta device, from which student and teachers are made, and its optimizer options."""
+"""Builds a recipe's network on the meta device, from which student and teachers are made, and its optimizer options.
+
+The inputs from which specs build loss terms and teachers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.crops import teacher_sizes
+from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection, OptimizerSection
+from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.of_recipe import heads_of
+from dino_ds.method.objective import Objective
+from dino_ds.method.specs.own import heads_of
 from dino_ds.models.batch_norm import batch_norms
-from dino_ds.models.build import build_backbone
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.fused import fuse_as_in_training
-from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
+from dino_ds.models.prototypes import DinoHead, RegressionHead
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.trained import keep_trained
+from dino_ds.weights.frozen import FrozenSource
 
 
 def build_meta(
@@ -80,3 +87,30 @@ def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
     known = {field.name for field in fields(OptimizerOptions)}
     same = {name: value for name, value in section if name in known}
     return OptimizerOptions(betas=(section.beta1, section.beta2), **same)
+
+
+@dataclass(frozen=True)
+class TermParts:
+    """Inputs of a loss term: the recipe, the device of its statistics, and the file of the frozen teacher."""
+
+    recipe: Recipe
+    device: torch.device
+    source: FrozenSource | None = None
+
+    @property
+    def taught_crops(self) -> int:
+        """The number of crops of an image that the teacher of the targets sees."""
+        return len(teacher_sizes(self.recipe.groups, self.recipe.teacher.taught_by))
+
+
+@dataclass(frozen=True)
+class TeacherParts:
+    """Inputs of a teacher: the student's engine, the objective, whose terms read the teacher's outputs, and the EMA
+    teacher's network (None while that teacher is built)."""
+
+    recipe: Recipe
+    config: DsConfig
+    engine: Engine
+    objective: Objective
+    source: FrozenSource | None = None
+    ema: Network | None = None

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.rehearsal import rehearsing
+from dino_ds.basics.ranges import rehearsing
 from dino_ds.config.crops import GLOBAL, Masks
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
-from dino_ds.engine.device import DTYPES
+from dino_ds.engine.process import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.frozen import FixedTeacher, meta_network, place_frozen
-from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
-from dino_ds.method.parts import TeacherParts, TermParts
-from dino_ds.method.specs.preserve import PRESERVE, START, PreserveSpec, StartSpec
+from dino_ds.method.networks import TeacherParts, TermParts
+from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
+from dino_ds.method.specs.ours import PRESERVE, START, PreserveSpec, StartSpec
 from dino_ds.models.base import cls_of, patches_of
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
@@ -37,9 +37,9 @@ class PreserveTerm(Term):
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> Sequence[Any]:
         return [teachers.get(START) for teachers in window]
 
-    def loss(self, student: StudentOutputs, targets: Mapping[str, Tensor] | None, schedule: ScheduleValues) -> Measured:
+    def loss(self, student: StudentOutputs, targets: Mapping[str, Tensor] | None, schedule: ScheduleValues) -> TermLoss:
         parts = [_distance(student[name], None if targets is None else targets[name]) for name in self._features]
-        return Measured(torch.stack(parts).mean(), {})
+        return TermLoss(torch.stack(parts).mean(), {})
 
 
 def _distance(features: object, wanted: Tensor | None) -> Tensor:

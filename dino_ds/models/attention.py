@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from dino_ds.models.fused import fuses_in_block
 from dino_ds.models.packing import Packing, Selection
-from dino_ds.models.rope import write_rotated
+from dino_ds.models.positions import write_rotated
 
 
 class QueryKeyValue(nn.Linear):

@@ -1,4 +1,12 @@
-"""The contract of a backbone: what training, teachers and exports ask of any network."""
+"""The contract of a backbone: what training, teachers and exports ask of any network.
+
+Initializes the weights of a network.
+
+Weights are initialized module by module, so that no process needs to hold a whole network. A network built on a real
+device is initialized by its constructors. A network on the meta device gets the same weights, bit for bit, from
+`init_weights_in_pieces`, which uses random numbers in the order in which the constructors use them.
+Source: facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,6 +26,60 @@ from torch.utils.checkpoint import checkpoint
 from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import again
 from dino_ds.models.specs.base import BackboneSpec
+
+Placer = Callable[[nn.Module], None]
+"""Called with a module once the parameters and buffers that the module owns itself have values; may move them."""
+
+
+def init_weights(part: nn.Module) -> None:
+    """Initialize the weights of a backbone or head, in place of torch's defaults, at the end of its constructor."""
+    for module in part.modules():
+        _init_module(module)
+
+
+def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> None:
+    """Give `part`, which is on the meta device, the weights of `drawn`, the same module initialized on the CPU."""
+    for module, other in zip(part.modules(), drawn.modules(), strict=True):
+        for name, parameter in other.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach()))
+        for name, buffer in other.named_buffers(recurse=False):
+            setattr(module, name, buffer)
+        placer(module)
+
+
+def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
+    """Initialize `part`, a backbone or head on the meta device, by drawing weights on the CPU, module by module."""
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            nn.Linear(
+                module.in_features, module.out_features, module.bias is not None
+            )  # for its random numbers: its weights are drawn below
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            _fill(module, reset, placer)
+    for module in part.modules():
+        if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
+            _fill(module, partial(_init_module, module), placer)
+    left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
+    assert not left, f"no reset_parameters() of its module gives a value to {left[0]}"
+
+
+def _fill(module: nn.Module, draw_own: Callable[[], None], placer: Placer) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    draw_own()
+    placer(module)
+
+
+def _init_module(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif callable(init_tokens := getattr(module, "init_tokens", None)):
+        init_tokens()
+
 
 Crops = Mapping[str, Sequence[Tensor]]
 """Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
@@ -88,7 +151,7 @@ class Backbone(nn.Module, ABC):
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
     def drawn(self) -> Backbone | None:
-        """A copy on the CPU that its class has initialized, or None if `dino_ds.models.build` can initialize the
+        """A copy on the CPU that its class has initialized, or None if `dino_ds.models.foreign` can initialize the
         backbone module by module."""
         return None
 

@@ -1,4 +1,7 @@
-"""A timm network, or the user's own, as a backbone; its parameters keep their names."""
+"""A timm network, or the user's own, as a backbone; its parameters keep their names.
+
+Builds a backbone from its spec.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from dino_ds.errors import ConfigError, one_line
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.drop_path import drop_path_draws
-from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
+from dino_ds.models.specs.foreign import ForeignSpec, create, facts_of, features_of
+from dino_ds.models.vit import VisionTransformer
 
 
 class ForeignBackbone(Backbone):
@@ -199,3 +204,24 @@ class _Reference:
 
     def __call__(self) -> Backbone:
         return self._backbone
+
+
+BACKBONE_CLASSES: dict[type[BackboneSpec], Callable[..., Backbone]] = {
+    ViTSpec: VisionTransformer,
+    ForeignSpec: ForeignBackbone,
+}
+"""The class of the backbones that each kind of spec describes: it takes spec, side of the native crop and options."""
+
+
+def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None) -> Backbone:
+    """Build a backbone, initialized by its class; `image_size`: side of its native crop in pixels."""
+    return BACKBONE_CLASSES[type(spec)](spec, image_size, options or BackboneOptions())
+
+
+def tensor_shapes(
+    spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a backbone's tensors by name, without memory for them. Raises ConfigError."""
+    with torch.device("meta"):
+        state = build_backbone(spec, image_size, options).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.rehearsal import device_kind, rehearsing
+from dino_ds.basics.ranges import device_kind, rehearsing
 from dino_ds.errors import one_line
 
 _TOLERANCE = 1e-5

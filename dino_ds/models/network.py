@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from dino_ds.config.crops import Masks
 from dino_ds.models.base import CLS, Backbone, Crops, cls_of, masked_of, patches_of
-from dino_ds.models.logits import Compared, Comparison, Logits
+from dino_ds.models.prototypes import Compared, Comparison, Logits
 
 Output = Tensor | Logits | Compared
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dino_ds.basics.rehearsal import making_once
+from dino_ds.basics.ranges import making_once
 
 _T = TypeVar("_T")
 _KEPT = 64

@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_ds.basics.hashing import crop_seed
+from dino_ds.basics.files import crop_seed
 from dino_ds.errors import ConfigError
 from dino_ds.models.attention import QueryKeyValue
-from dino_ds.models.base import Backbone
+from dino_ds.models.base import Backbone, Placer
 from dino_ds.models.blocks import ActivatedLinear
 from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.initialization import Placer
-from dino_ds.models.specs.trained import ALL, LORA, NORMS, TrainedPart
+from dino_ds.models.specs.backbones import ALL, LORA, NORMS, TrainedPart
 
 _T = TypeVar("_T")
 A, B = "lora_a", "lora_b"

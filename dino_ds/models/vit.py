@@ -16,14 +16,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from dino_ds.models.base import CLS, Backbone, Crops, patches_of
-from dino_ds.models.blocks import Block, PatchEmbed, norm_layer
+from dino_ds.models.base import CLS, Backbone, Crops, init_weights, patches_of
+from dino_ds.models.blocks import Block, PatchEmbed, RotaryBlock, norm_layer
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
-from dino_ds.models.initialization import init_weights
 from dino_ds.models.packing import MadeOnce, Packing, Selection
-from dino_ds.models.positions import bicubic_matrix, resized
-from dino_ds.models.rope import RopeTables
-from dino_ds.models.rotary import RotaryBlock
+from dino_ds.models.positions import RopeTables, bicubic_matrix, resized
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 

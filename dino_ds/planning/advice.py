@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.sections import fitting_sizes
 
 _MANY_IMAGES = 1_000_000
 """Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""

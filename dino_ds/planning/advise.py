@@ -16,16 +16,16 @@ import numpy as np
 from dino_ds.config.fields import LEAST_IMAGES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.schema import named_values
-from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import open_image
+from dino_ds.data.images import Source, UnreadableImage, prepare_images
 from dino_ds.data.root import check_split, test_folder
+from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source
-from dino_ds.data.tiff import note_stacks
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.advice import Row, Situation, advise
-from dino_ds.planning.measure.machine import find_gpus
+from dino_ds.planning.measure import find_gpus
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
 """Arguments of `embed` for released weights whose features are worth a look before any training."""

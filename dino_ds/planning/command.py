@@ -7,23 +7,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.crops import describe_crops
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB
 from dino_ds.costs.settings import not_counted
 from dino_ds.costs.step_costs import count_parameters, mean_flops, step_costs, student_facts
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.of_recipe import accumulation_notes
-from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.models.specs.trained import ALL
+from dino_ds.method.specs.own import accumulation_notes
+from dino_ds.models.specs.backbones import ALL, ViTSpec
 from dino_ds.options.commands import PlanOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.fit import FRAGMENTATION, Fit, fit, largest_micro_batch, micro_batches
-from dino_ds.planning.gpus import Cluster, describe_hours, named_gpu
-from dino_ds.planning.host import checkpoint_bytes, host_bytes
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_ds
+from dino_ds.planning.fit import (
+    FRAGMENTATION,
+    RECOMMENDED,
+    Fit,
+    check_new,
+    fit,
+    largest_micro_batch,
+    micro_batches,
+    recommend,
+    write_ds,
+)
+from dino_ds.planning.host import Cluster, checkpoint_bytes, describe_hours, host_bytes, named_gpu
 
 _WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
 _IMAGES = 1_000_000

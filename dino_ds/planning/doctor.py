@@ -15,17 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.formatting import FAILURE, Finding, make_finding
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
+from dino_ds.config.loading import RECIPES, read_recipe_files
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.data.mixture import place_of
-from dino_ds.engine.deepspeed_import import import_deepspeed
+from dino_ds.engine.process import import_deepspeed
 from dino_ds.errors import DataError, one_line
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.machines import look_at_machines, read_hostfile
-from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _DRIVER = "/proc/driver/nvidia/version"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -68,7 +68,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
     if config.performance.compile != "off":
         path = shutil.which("g++")
         cure = "dino_ds.compile needs a compiler: apt-get install g++"
-        yield judge("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
+        yield make_finding("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
     yield from look_at_gpus(config)
     yield look_at_shared_memory(recipe)
     yield look_at_disk(Path(options.run_dir))
@@ -90,7 +90,7 @@ def _look_at_machines(
 def look_at_software() -> Iterator[Finding]:
     """List the versions, and try the imports of training; the last finding is the first import that fails."""
     versions = ", ".join(f"{name} {_version(name)}" for name in _SHOWN)
-    yield judge("software", f"{versions}; Python {platform.python_version()} ({sys.executable})")
+    yield make_finding("software", f"{versions}; Python {platform.python_version()} ({sys.executable})")
     for name, cure in _LOAD_CURES.items():
         try:
             with warnings.catch_warnings():
@@ -99,7 +99,9 @@ def look_at_software() -> Iterator[Finding]:
             if name == "torch" and not module.accelerator.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find it too, but warn
         except Exception as error:
-            yield judge("software", f"{name} {_version(name)} does not load ({one_line(error)})", cure, level=FAILURE)
+            yield make_finding(
+                "software", f"{name} {_version(name)} does not load ({one_line(error)})", cure, level=FAILURE
+            )
             return
 
 
@@ -114,23 +116,23 @@ def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
     """Check the GPUs, and whether the device supports the ds config's precision."""
     import torch
 
-    from dino_ds.planning.measure.machine import find_gpus
+    from dino_ds.planning.measure import find_gpus
 
     gpus = find_gpus()
     for number, gpu in enumerate(gpus):
         text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
         taken = gpu.free_gib < 0.9 * gpu.memory_gib
-        yield judge("gpu", text, "other processes hold memory: nvidia-smi lists them", taken)
+        yield make_finding("gpu", text, "other processes hold memory: nvidia-smi lists them", taken)
     if not gpus:
         yield look_for_driver()
     elif not torch.distributed.is_nccl_available():
-        yield judge("network", "no NCCL", "several GPUs need it: install a torch built with it")
+        yield make_finding("network", "no NCCL", "several GPUs need it: install a torch built with it")
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else True
     fp16 = True if gpus else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     able = {"fp32": True, "bf16": bf16, "fp16": fp16}
     cure = f"the ds config wants {config.precision}: take another --ds_config"
     text = ", ".join(name if has else f"no {name}" for name, has in able.items())
-    yield judge("precision", text, cure, not able[config.precision], FAILURE)
+    yield make_finding("precision", text, cure, not able[config.precision], FAILURE)
 
 
 def look_for_driver() -> Finding:
@@ -139,29 +141,29 @@ def look_for_driver() -> Finding:
 
     if not os.path.exists(_DRIVER) and shutil.which("nvidia-smi") is None:
         cure = "with a GPU in this machine: install its driver; in a container: docker run --gpus all"
-        return judge("gpu", "no GPU: training runs on the CPU, with gloo", cure)
+        return make_finding("gpu", "no GPU: training runs on the CPU, with gloo", cure)
     with warnings.catch_warnings(record=True) as caught:  # torch's warning about a driver that it can't use
         warnings.simplefilter("always")
         torch.cuda.is_available()
     complaint = f": {one_line(caught[0].message, 200)}" if caught else ""
     text = f"a driver is here, and torch (CUDA {torch.version.cuda}) finds no GPU{complaint}"
     cure = "install torch with CUDA; nvidia-smi must list the GPUs, and the driver may not be older than torch's CUDA"
-    return judge("gpu", text, cure, level=FAILURE)
+    return make_finding("gpu", text, cure, level=FAILURE)
 
 
 def look_at_shared_memory(recipe: Recipe) -> Finding:
     """Check the shared memory for loader processes, for a run on this machine alone with a rank on each GPU."""
     import torch
 
-    from dino_ds.data.workers import automatic_workers, check_shared_memory
+    from dino_ds.data.batches import automatic_workers, check_shared_memory
 
     data, ranks = recipe.data, torch.cuda.device_count() or 1
     workers = automatic_workers(ranks) if data.workers is None else data.workers
     try:
         check_shared_memory(ranks * recipe.batch_bytes(max(1, data.global_batch // ranks)), workers)
     except DataError as error:
-        return judge("shm", "too little shared memory", str(error), level=FAILURE)
-    return judge("shm", f"enough shared memory for {ranks} ranks with {workers} loader processes each")
+        return make_finding("shm", "too little shared memory", str(error), level=FAILURE)
+    return make_finding("shm", f"enough shared memory for {ranks} ranks with {workers} loader processes each")
 
 
 def look_at_disk(run_dir: Path) -> Finding:
@@ -169,5 +171,7 @@ def look_at_disk(run_dir: Path) -> Finding:
     here = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(here).free / 2**30
     if not os.access(here, os.W_OK | os.X_OK):
-        return judge("disk", f"{here} can't be written to", "fix its rights, or name another --run_dir", level=FAILURE)
-    return judge("disk", f"{free:.1f} GiB free in {here}", "remove old runs, or take another disk", free < 20)
+        return make_finding(
+            "disk", f"{here} can't be written to", "fix its rights, or name another --run_dir", level=FAILURE
+        )
+    return make_finding("disk", f"{free:.1f} GiB free in {here}", "remove old runs, or take another disk", free < 20)

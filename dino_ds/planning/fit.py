@@ -1,16 +1,27 @@
-"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus margins for the process."""
+"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus margins for the process.
+
+Chooses a ds config by rule: lowest ZeRO stage that fits, recomputation before offload, largest micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.basics.files import check_absent, replacing
+from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_schema import COMMUNICATES_IN_STEP, DsConfig
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
+from dino_ds.errors import ConfigError
+from dino_ds.planning.host import Cluster
 
 # Assumed, not measured: device memory of the driver and the libraries' kernels, NCCL's channels with several ranks,
 # and what the allocator loses to fragmentation, as a part of the tensors' size.
@@ -102,3 +113,169 @@ def with_margins(memory: Memory, world_size: int) -> Memory:
         "CUDA context and NCCL": CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),
     }
     return Memory(memory.moment, memory.parts | margins)
+
+
+RECOMMENDED = "the recommended config"
+SMALL = "small"
+"""The recipe for few or small images, which takes the least memory of those that learn well."""
+_ENOUGH = 8
+"""Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
+_FP16 = {
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+_CPU = {"device": "cpu", "pin_memory": True}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The settings of a ds config that decide memory. offload: "", "optimizer" or "optimizer and weights"."""
+
+    stage: int
+    offload: str
+    checkpointing: bool
+
+    def __str__(self) -> str:
+        offload = f", {self.offload} on the host" if self.offload else ""
+        return f"ZeRO {self.stage}{', checkpointing' if self.checkpointing else ''}{offload}"
+
+
+SHAPES = [
+    Shape(1, "", False),
+    *(
+        Shape(stage, offload, checkpointing)
+        for stage, offload in ((2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "optimizer and weights"))
+        for checkpointing in (False, True)
+    ),
+]
+"""In the order in which they are tried. Stage 1 takes the whole batch at once: it would accumulate in low precision."""
+
+
+def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
+    """A ds JSON without batch sizes, as those in ds_configs/."""
+    zero: dict[str, Any] = {"stage": shape.stage, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
+    if shape.stage > 1:
+        zero["overlap_comm"] = True
+    if shape.stage < 3:
+        zero["allgather_bucket_size"] = "auto"
+    else:
+        zero |= {
+            "stage3_prefetch_bucket_size": 20_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 200_000_000,
+            "stage3_max_reuse_distance": 200_000_000,
+        }
+    if shape.offload:
+        zero["offload_optimizer"] = dict(_CPU)
+    if shape.offload == "optimizer and weights":
+        zero["offload_param"] = dict(_CPU)
+    precision: dict[str, Any] = {"bf16": {"enabled": True}} if bf16 else {"fp16": dict(_FP16)}
+    ds = {"gradient_clipping": 3.0, **precision, "zero_optimization": zero}
+    if shape.stage == 3 or shape.offload:
+        ds["dino_ds"] = {"teacher_copy": False}  # a copy takes 2 bytes per weight on every GPU
+    if shape.checkpointing:
+        ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
+    return change_ds_config(ds, RECOMMENDED, {})
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A ds JSON, its shape, and its `fit`."""
+
+    ds: dict[str, Any]
+    shape: Shape
+    fit: Fit
+
+
+def recommend(
+    recipe: Recipe,
+    cluster: Cluster,
+    limit_gib: float,
+    shapes: Sequence[Shape] = SHAPES,
+    make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
+) -> Recommendation:
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError, with what fits, if
+    nothing does.
+
+    make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
+    """
+    if found := _search(recipe, cluster, limit_gib, shapes, make_ds):
+        return found
+    changes, others = _changes_for_offloading(recipe), {}
+    if changes:
+        optimizer = recipe.optimizer.model_copy(update=changes)
+        options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
+        others[f"{options}, which allows offloading"] = recipe.model_copy(update={"optimizer": optimizer})
+    others[f"the recipe for small images, --config {SMALL}"] = load_recipe(SMALL, {})
+    fitting = (name for name, other in others.items() if _search(other, cluster, limit_gib, shapes, make_ds))
+    remedy = next(fitting, "more GPUs, larger ones or a smaller model")
+    needed = min(
+        (_estimate(recipe, make_ds(shape, cluster.gpu.bf16), cluster, limit_gib, 1).memory.gib, str(shape))
+        for shape in shapes
+        if not (shape.offload and changes)
+    )
+    raise ConfigError(
+        f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take {remedy}"
+    )
+
+
+def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
+    """Values of the optimizer that allow offloading, which clips by one norm and steps on the host, where LARS and Muon
+    can't communicate; {} if it is allowed."""
+    changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}
+    return changes | ({"kind": "adamw"} if recipe.optimizer.kind in COMMUNICATES_IN_STEP else {})
+
+
+def _estimate(recipe: Recipe, ds: dict[str, Any], cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
+    return fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, micro_batch)
+
+
+def _search(
+    recipe: Recipe,
+    cluster: Cluster,
+    limit_gib: float,
+    shapes: Sequence[Shape],
+    make_ds: Callable[[Shape, bool], dict[str, Any]],
+) -> Recommendation | None:
+    """The first of the allowed shapes that fits, with its largest micro-batch."""
+    allowed = [shape for shape in shapes if not (shape.offload and _changes_for_offloading(recipe))]
+    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
+
+    def largest(shape: Shape) -> Fit | None:
+        """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
+        ds = make_ds(shape, cluster.gpu.bf16)
+        for size in sizes[: 1 if shape.stage == 1 else None]:
+            fit = _estimate(recipe, ds, cluster, limit_gib, size)
+            if fit.fits and (fit := rehearsed(fit, recipe, cluster.world_size)).fits:
+                return fit
+        return None
+
+    for shape in allowed:
+        fit, recomputed = largest(shape), dataclasses.replace(shape, checkpointing=True)
+        if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, sizes[0]):
+            other = largest(recomputed)
+            if other and other.config.micro_batch > fit.config.micro_batch:
+                shape, fit = recomputed, other
+        if fit:
+            ds = make_ds(shape, cluster.gpu.bf16)
+            return Recommendation(with_batch(ds, fit.config.micro_batch, "auto"), shape, fit)
+    return None
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError where no new file can be written."""
+    check_absent(path, "name another with --write")
+    if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+        raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
+
+
+def write_ds(ds: Mapping[str, Any], path: Path) -> None:
+    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
+    check_new(path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
+        load_ds_config(str(temporary), {})

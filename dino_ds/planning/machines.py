@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.hashing import hash_code
-from dino_ds.basics.text_file import read_text
+from dino_ds.basics.files import hash_code, read_text
+from dino_ds.basics.formatting import FAILURE, Finding, make_finding
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.data.root import check_root
 from dino_ds.errors import ConfigError, UserError
-from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _PACKAGES = ("python", "torch", "deepspeed", "dino_ds")
 _ANSWER_SECONDS = 180  # enough to import torch from a cold network disk
@@ -64,7 +63,7 @@ def look_at_machines(hosts: Mapping[str, int], files: list[str], images: list[st
     for name, package in {"ssh": "openssh-client", "pdsh": "pdsh"}.items():
         if shutil.which(name) is None:
             cure = f"apt-get install {package}, or start every machine by itself with torchrun (docs/launch.md)"
-            yield judge("machines", f"{name} is not installed", cure, level=FAILURE)
+            yield make_finding("machines", f"{name} is not installed", cure, level=FAILURE)
             return
     parent = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
     try:
@@ -72,7 +71,7 @@ def look_at_machines(hosts: Mapping[str, int], files: list[str], images: list[st
             ask = partial(_ask, question=json.dumps({"files": files, "images": images, "seen": seen.name}))
             answers = dict(zip(hosts, pool.map(ask, map(_over_ssh, hosts)), strict=True))
     except OSError as error:
-        yield judge("machines", f"{parent}: {error.strerror}", "name another --run_dir", level=FAILURE)
+        yield make_finding("machines", f"{parent}: {error.strerror}", "name another --run_dir", level=FAILURE)
         return
     yield from judge_answers(hosts, answers, run_dir)
 
@@ -124,15 +123,15 @@ def judge_answers(
                 problems[f"{count} GPUs are found for {slots} slots"] = (
                     "fix the hostfile, or ask nvidia-smi what the driver misses"
                 )
-        yield from (judge("machines", f"{host}: {text}", cure, level=FAILURE) for text, cure in problems.items())
+        yield from (make_finding("machines", f"{host}: {text}", cure, level=FAILURE) for text, cure in problems.items())
         if isinstance(answer, dict) and not problems:
-            yield judge("machines", f"{host}: {slots} slots, GPUs: {', '.join(answer['gpus']) or 'none'}")
+            yield make_finding("machines", f"{host}: {slots} slots, GPUs: {', '.join(answer['gpus']) or 'none'}")
 
 
 def examine(files: list[str], images: list[str], seen: str) -> dict[str, Any]:
     """Examine this machine: `same`, values that must be equal on all machines, with the content of `files`; the names
     of `gpus`; `images`, why these values of data.root have none, or ""; whether it `sees` the file `seen`."""
-    from dino_ds.planning.measure.machine import find_gpus
+    from dino_ds.planning.measure import find_gpus
     from dino_ds.run.environment import versions
 
     same = {name: versions()[name] for name in _PACKAGES} | {f"the code in {CHECKOUT}": hash_code()}

@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.kept import share
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
-from dino_ds.costs.step_costs import count_parameters, student_facts
+from dino_ds.costs.step_costs import count_parameters, share, student_facts
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, NotEstimated
-from dino_ds.health.files import Event
-from dino_ds.models.specs.trained import ALL, describe_trained
-from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
-from dino_ds.planning.gpus import Cluster, Gpu
-from dino_ds.planning.host import Machine, find_machine, needed_bytes
-from dino_ds.planning.recommend import SMALL, recommend
+from dino_ds.health.beat import Event
+from dino_ds.models.specs.backbones import ALL, describe_trained
+from dino_ds.planning.fit import FILLED, SMALL, micro_batches, recommend, with_batch, with_margins
+from dino_ds.planning.host import Cluster, Gpu, Machine, find_machine, needed_bytes
 from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dino_ds.basics.text_file import read_lines, read_object, read_text
-from dino_ds.config.begun_with import Origin, load_run_recipe
+from dino_ds.basics.files import read_lines, read_object, read_text
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import near_run
+from dino_ds.config.stages import Origin, load_run_recipe, near_run
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.evals.results import RESULTS
-from dino_ds.health.lock import RunLock
-from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
-from dino_ds.report.curves import Metrics, read_metrics
+from dino_ds.evals.tracking import RESULTS
+from dino_ds.health.processes import RunLock
+from dino_ds.method.specs.own import known_terms, teachers_of, terms_of
+from dino_ds.report.charts import Metrics, read_metrics
 
 T = TypeVar("T")
 MOST_OF_A_KIND = 50

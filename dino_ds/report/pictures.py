@@ -13,25 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.durable import check_absent, replace_file, why_not_writable
+from dino_ds.basics.files import check_absent, replace_file, why_not_writable
 from dino_ds.basics.names import step_name
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import home_of
-from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.cutting import EvalCrop
+from dino_ds.config.stages import find_model_folder
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import ValueRange, evenly_spaced_indices
+from dino_ds.data.images import Source, UnreadableImage, ValueRange, evenly_spaced_indices
+from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import live_teacher
-from dino_ds.evals.features import keep_generators
+from dino_ds.evals.features import find_images, keep_generators
 from dino_ds.evals.knn import nearest
-from dino_ds.evals.model_images import find_images
-from dino_ds.options.definition import Result
-from dino_ds.options.model import PictureKind, PicturesOptions
+from dino_ds.options.definition import PictureKind, PicturesOptions, Result
 from dino_ds.report import draw
-from dino_ds.run.run import AtStep, Moment
+from dino_ds.run.run import PeriodicTask, StepContext
 from dino_ds.weights.load import Backbone, load
 
 if TYPE_CHECKING:
@@ -180,7 +177,7 @@ def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray
     return list((255 * draw.picture_of(pixels, normalization.mean, normalization.std)).round().byte().numpy())
 
 
-class PeriodicPictures(AtStep):
+class PeriodicPictures(PeriodicTask):
     """Draws the teacher's pictures, of the same training images each time, into RUN/pictures/STEP/ and TensorBoard.
 
     This happens every `every` steps, at the start and at the end of the run.
@@ -208,7 +205,7 @@ class PeriodicPictures(AtStep):
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
 
-    def run(self, moment: Moment) -> bool:
+    def run(self, moment: StepContext) -> bool:
         """Draw on rank 0, which has the whole teacher; the others wait."""
         if distributed.rank() == 0:
             try:
@@ -219,7 +216,7 @@ class PeriodicPictures(AtStep):
         distributed.barrier()
         return True
 
-    def _draw(self, moment: Moment) -> None:
+    def _draw(self, moment: StepContext) -> None:
         """Write PNG files, and the same pictures to TensorBoard."""
         pictures = moment.run_dir / "pictures"
         folder = pictures / step_name(moment.step)
@@ -245,7 +242,7 @@ class PictureFiles:
     """
 
     def __init__(self, model: str, out: str | None, kinds: Sequence[str]) -> None:
-        home = home_of(model)
+        home = find_model_folder(model)
         default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
         self._folder = Path(os.path.expanduser(out)) if out else default
         self.written: list[str] = []

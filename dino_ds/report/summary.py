@@ -8,21 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.formatting import percent, short
 from dino_ds.basics.names import step_name
-from dino_ds.config.begun_with import ORIGIN, Origin
 from dino_ds.config.evaluation import margin_of_chance
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values, show_value
+from dino_ds.config.stages import ORIGIN, Origin
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
-from dino_ds.evals.results import MOST_SHARED, SHARED
-from dino_ds.models.specs.trained import ALL
-from dino_ds.report.charts import EVALUATED, find_others, summarize_knn
-from dino_ds.report.curves import Curve, Metrics
+from dino_ds.evals.tracking import MOST_SHARED, SHARED
+from dino_ds.models.specs.backbones import ALL
+from dino_ds.report.charts import EVALUATED, Curve, Metrics, find_others, summarize_knn
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import Tag
-from dino_ds.report.text import percent, short
 
 _NOISE, _FALL = 1.0, 0.2
 """_NOISE: difference in accuracy that may be noise, in points. _FALL: share of the gain whose loss is reported."""
@@ -57,7 +56,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
+def make_finding(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
     """Judge whether the run has learned something: return good, odd or bad, and a sentence that says what to do."""
     if run.metrics["collapsed"].last == 1:
         return "bad", (

@@ -13,12 +13,12 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given
-from dino_ds.data.base import Source
+from dino_ds.config.stages import RecipeRequest
+from dino_ds.data.images import Source
 from dino_ds.engine import distributed
 from dino_ds.errors import one_line
-from dino_ds.health.files import Event
-from dino_ds.method.specs.of_recipe import accumulation_notes, teachers_of, terms_of
+from dino_ds.health.beat import Event
+from dino_ds.method.specs.own import accumulation_notes, teachers_of, terms_of
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.train_options import ChosenDsConfig
@@ -32,7 +32,9 @@ _SHOWN_ELSEWHERE = ("data.root", "data.source")
 _PICTURES = ("map", "neighbors", "pca", "attention")
 
 
-def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Given | None, notes: Iterable[str]) -> None:
+def announce(
+    run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: RecipeRequest | None, notes: Iterable[str]
+) -> None:
     """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
     run was built."""
     recipe, config, device = folder.recipe, folder.config, run.step.engine.device
@@ -68,7 +70,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Give
     )
 
 
-def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Given | None) -> Iterator[str]:
+def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: RecipeRequest | None) -> Iterator[str]:
     """Yield lines that say what is trained, on which images and device, and for how long."""
     recipe, config, options = folder.recipe, folder.config, run.options
     data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps

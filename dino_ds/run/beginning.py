@@ -1,27 +1,90 @@
-"""Chooses the checkpoint that a start loads: of the same run, of the previous stage's run, or none."""
+"""Chooses the checkpoint that a start loads: of the same run, of the previous stage's run, or none.
+
+Takes from a recipe what the training loop needs: plain values. Checks for lengths beyond the run's, once the
+steps of an epoch are known.
+"""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
-from dino_ds.config.begun_with import Origin, read_run_id
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given, split_origin
+from dino_ds.config.stages import Origin, RecipeRequest, read_run_id, split_origin
 from dino_ds.data.feed import Position
+from dino_ds.data.images import Joined, Source
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.method.specs.of_recipe import heads_of
-from dino_ds.run.resume_checks import OtherImages
-from dino_ds.run.run_folder import RunFolder
+from dino_ds.method.specs.own import heads_of, terms_of
+from dino_ds.run.run import LoopOptions
+from dino_ds.run.run_folder import OtherImages, RunFolder
 from dino_ds.run.saver import Saver
 from dino_ds.run.train_options import TrainOptions
-from dino_ds.weights.find import teacher_weights
+from dino_ds.weights.layouts import Weights
+from dino_ds.weights.read import teacher_weights
 from dino_ds.weights.sidecar import recipe_of
-from dino_ds.weights.tensors import Weights
+
+
+def loop_options(
+    recipe: Recipe, source: Source, epoch_steps: int, last_step: int, predicted_gib: float | None
+) -> LoopOptions:
+    """The plain values that the training loop needs."""
+    batch, every = recipe.data.global_batch, recipe.save_every
+    parts = source.joined if isinstance(source, Joined) else ()
+    ends = itertools.accumulate(len(part) for _, part in parts)
+    return LoopOptions(
+        seed=recipe.seed,
+        images=len(source),
+        global_batch=batch,
+        epoch_steps=epoch_steps,
+        last_step=last_step,
+        log_every=recipe.log_every,
+        save_every=None if every == "auto" else every.in_steps(batch, epoch_steps),
+        max_bad_fraction=recipe.data.max_bad_fraction,
+        teacher_groups=tuple(group.name for group in recipe.groups if recipe.teacher.taught_by in group.teachers),
+        predicted_gib=predicted_gib,
+        part_ends=dict(zip((place for place, _ in parts), ends, strict=True)),
+    )
+
+
+def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]:
+    """Lines for the log about warm-ups that end after the run's length, or after `last_step`, the last step of this
+    start; an epoch has `epoch_steps` optimizer steps.
+
+    Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins.
+    """
+    batch, trial = recipe.data.global_batch, "(a short trial keeps its schedules with --max_steps)"
+    last, length = recipe.length.in_steps(batch, epoch_steps), f"length {recipe.length}"
+    never = {"model.freeze_backbone": (recipe.model.freeze_backbone, "the backbone would never learn")}
+    never |= {f"{term.name}.start": (term.start, f"{term.title} would never begin") for term in terms_of(recipe)}
+    for name, (part, so) in never.items():
+        if part.value and (end := part.in_steps(batch, epoch_steps)) >= last:
+            raise ConfigError(f"{name} {part} is step {end}, and {length} is {last} steps: {so}; shorten it {trial}")
+    late, how = (
+        {"optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak")},
+        recipe.objective,
+    )
+    if heads_of(recipe):
+        late["objective.freeze_prototypes"] = (how.freeze_prototypes, "the prototypes stay as they were drawn")
+    if how.warmup_teacher_temp != how.teacher_temp:
+        so = f"objective.teacher_temp {how.teacher_temp:g} is not reached"
+        late["objective.teacher_temp_warmup"] = (how.teacher_temp_warmup, so)
+    for term in terms_of(recipe):
+        if term.weight.length is not None:
+            late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
+    ends = (
+        f"{length} is {last}" if last_step >= last else f"--max_steps ends at {last_step} (--length shortens these too)"
+    )
+    return [
+        f"{name} {part} is {steps} steps, and {ends}: {so}"
+        for name, (part, so) in late.items()
+        if (steps := part.in_steps(batch, epoch_steps)) > min(last, last_step)
+    ]
+
 
 _CONTINUE = "continue"
 _SAYS_HOW = ("stage_start", "model.init_from")
@@ -88,7 +151,7 @@ def choose_beginning(
     checkpoints: Checkpoints,
     images: OtherImages,
     options: TrainOptions,
-    settings: Given | None,
+    settings: RecipeRequest | None,
 ) -> Beginning:
     """Choose the checkpoint of a start in `folder`, on every rank. `options` name the run or checkpoint that a stage
     begins with.
@@ -117,7 +180,9 @@ def choose_beginning(
     return _of_stage(folder, images, *split_origin(options.from_), settings)
 
 
-def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, settings: Given) -> Beginning:
+def _of_stage(
+    folder: RunFolder, images: OtherImages, run: Path, step: int | None, settings: RecipeRequest
+) -> Beginning:
     recipe = folder.recipe
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 

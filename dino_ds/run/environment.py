@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from dino_ds import __version__
-from dino_ds.config.begun_with import STARTED_IN
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import STARTED_IN
 from dino_ds.engine import distributed
-from dino_ds.health.files import now
+from dino_ds.health.beat import now
 from dino_ds.method.specs.own import code_of
 
 _PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")

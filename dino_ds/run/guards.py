@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from dino_ds.config.ds_values import MEETING, DsConfig
+from dino_ds.config.ds_schema import COMMUNICATES_IN_STEP, DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
-from dino_ds.engine.device import free_memory
+from dino_ds.engine.process import free_memory
 from dino_ds.errors import OutOfMemory, UserError, is_out_of_memory, unwritable
 from dino_ds.health.beat import Beat
-from dino_ds.health.lock import RunLock
+from dino_ds.health.monitor import Failures, Watchdog
+from dino_ds.health.processes import RunLock
 from dino_ds.health.records import Heartbeats
-from dino_ds.health.watchdog import Failures, Watchdog
-from dino_ds.run.caller import Caller
-from dino_ds.run.stop import StopRequests
+from dino_ds.run.stop import Caller, StopRequests
 
 _PARTS = {
     **dict.fromkeys(("teacher", "targets", "student", "loss", "step"), "the forward pass"),
@@ -157,7 +156,9 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
         return "fewer --data.workers, or a smaller micro-batch"
     if part in ("the optimizer", "building the model", "saving", "the end"):
         more, ds = (
-            ("shard", "zero3_bf16") if recipe.optimizer.kind in MEETING else ("shard or offload", "zero2_bf16_offload")
+            ("shard", "zero3_bf16")
+            if recipe.optimizer.kind in COMMUNICATES_IN_STEP
+            else ("shard or offload", "zero2_bf16_offload")
         )
         return f"{more} more, such as --ds_config ds_configs/{ds}.json, or take a smaller model"
     images = config.micro_batch * config.accumulation

@@ -14,9 +14,8 @@ from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.run.bad_images import BadSteps, constant_images, part_shares
-from dino_ds.run.reports import Reports
-from dino_ds.run.run import AtStep, Moment, Run
+from dino_ds.run.reports import BadSteps, Reports, constant_images, part_shares
+from dino_ds.run.run import PeriodicTask, Run, StepContext
 from dino_ds.run.saver import SaveClock, Saver
 from dino_ds.run.stop import StopRequests
 
@@ -144,19 +143,19 @@ class Loop:
         self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
 
-    def _run_if_due(self, task: AtStep | None, last: bool) -> bool:
+    def _run_if_due(self, task: PeriodicTask | None, last: bool) -> bool:
         """Run a task if it is due; returns False if a stop was requested before its end."""
         if task is None or not task.due(self._run.step.applied_steps, last):
             return True
         return self._run_now(task)
 
-    def _run_now(self, task: AtStep, at_start: bool = False) -> bool:
+    def _run_now(self, task: PeriodicTask, at_start: bool = False) -> bool:
         run, step = self._run, self._run.step
         done = step.applied_steps
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             where = step.teachers.exported, step.engine.device, done, done * run.options.global_batch
-            return task.run(Moment(*where, run.path, run.log, self._stop_requested, at_start, step))
+            return task.run(StepContext(*where, run.path, run.log, self._stop_requested, at_start, step))
 
     def _stop_requested(self) -> bool:
         """Whether a stop was requested; each call also shows the monitor process that work makes progress."""

@@ -1,6 +1,6 @@
 """A run as its loop sees it: the parts that `dino_ds.train` has built, and the state of training.
 
-The loop knows evaluations and pictures only as `AtStep`.
+The loop knows evaluations and pictures only as `PeriodicTask`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dino_ds.run.metrics import RunLog
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """The state of a run between two steps; images: number of images in all steps so far.
 
     Long work calls `stop_requested` every few seconds, which also shows its progress to the watchdog. at_start: the run
@@ -38,14 +38,14 @@ class Moment:
     training: TrainingStep | None = None
 
 
-class AtStep(Protocol):
+class PeriodicTask(Protocol):
     """A task that runs after some of the steps, perhaps after step 0 and the last. Every rank calls every method."""
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to run after `step`, 0 for the untrained network."""
         ...
 
-    def run(self, moment: Moment) -> bool:
+    def run(self, moment: StepContext) -> bool:
         """Run the task and write down its results; False if a stop was requested before its end."""
         ...
 
@@ -125,8 +125,8 @@ class Run:
     options: LoopOptions
     step: TrainingStep
     state: RunState
-    evaluations: AtStep | None
-    pictures: AtStep | None
+    evaluations: PeriodicTask | None
+    pictures: PeriodicTask | None
     log: RunLog
 
     def advance(self) -> None:

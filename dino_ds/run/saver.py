@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from dino_ds.basics.durable import is_gone
+from dino_ds.basics.files import is_gone
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import KEPT, SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import Saving
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.run import AtStep, RunState
+from dino_ds.run.run import PeriodicTask, RunState
 
 FIRST_SAVE_AFTER = 5
 """Steps of this process before its first save, which shows a broken disk early."""
@@ -39,7 +39,7 @@ class Saver:
     checkpoints: Checkpoints
     step: TrainingStep
     state: RunState
-    evaluations: AtStep | None
+    evaluations: PeriodicTask | None
     description: Mapping[str, Any]
     files: Any
     background: bool

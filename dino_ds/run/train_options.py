@@ -9,10 +9,10 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from dino_ds.basics.names import as_written
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.fields import AllowedCode, Count, Resume, option
 from dino_ds.config.schema import options
-from dino_ds.health.files import Event
+from dino_ds.health.beat import Event
 
 
 def _read_resume(value: object) -> object:

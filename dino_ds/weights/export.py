@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.basics.durable import replacing_folder
+from dino_ds.basics.files import replacing_folder
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import VITS, ViTSpec
-from dino_ds.weights.find import is_timm_name
 from dino_ds.weights.load import Backbone
+from dino_ds.weights.read import is_timm_name
 from dino_ds.weights.sidecar import write_with_sidecar
 
 

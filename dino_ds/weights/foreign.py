@@ -16,10 +16,9 @@ from dino_ds.basics.own_code import why_refused
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS, backbone_spec
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
-from dino_ds.weights.layouts import HEAD, head_to_ours
-from dino_ds.weights.normalization import timm_side, timm_statistics
-from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights
+from dino_ds.models.specs.foreign import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
+from dino_ds.weights.layouts import HEAD, MOST_SIZE, USUAL_SIZE, Weights, head_to_ours
+from dino_ds.weights.sidecar import timm_side, timm_statistics
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 _CONVNEXTS = ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large")

@@ -13,20 +13,17 @@ import torch
 from torch import Tensor
 
 from dino_ds.checkpoint.manifest import WHOLE
-from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
-from dino_ds.data.find_range import Stated
 from dino_ds.data.images import ValueRange
-from dino_ds.data.normalization import Normalization
+from dino_ds.data.normalization import Normalization, Stated
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, network_parts
-from dino_ds.weights.fit import describe
-from dino_ds.weights.normalization import normalization_of, range_of, stated_normalization
-from dino_ds.weights.sidecar import recipe_of
+from dino_ds.weights.layouts import Weights, check_numbers
+from dino_ds.weights.load import describe
+from dino_ds.weights.read import checkpoint_of, find_weights, is_checkpoint, network_parts
+from dino_ds.weights.sidecar import normalization_of, open_checkpoint, range_of, recipe_of, stated_normalization
 from dino_ds.weights.start import channels_of, read_start
-from dino_ds.weights.tensors import Weights, check_numbers
 
 _CENTERS = ("center", "ibot_center")
 

@@ -1,33 +1,146 @@
 """A file of weights and the JSON next to it, its sidecar: written so that they always go together, verified when read.
 
 This is half of one rule: whatever reads weights verifies them. The other half is
-`dino_ds.checkpoint.opening.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
+`dino_ds.weights.sidecar.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
 of its own content. Two files can't be replaced in one step, so the sidecar is written first and describes the old file
 too until that is replaced: whenever the process dies, one of its two descriptions fits the file on the disk.
 Sidecars of other programs have no checksums, and are not verified.
+
+Mean, deviation and range of values of training images, as the files next to weights state them.
+
+Opens a checkpoint in any folder for reading, after verifying the files that may be read.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dino_ds.basics.durable import discard, is_gone, replace_file, replacing
-from dino_ds.basics.file_format import FORMAT, check_format
+from dino_ds.basics.files import FORMAT, check_format, discard, is_gone, read_object, replace_file, replacing
+from dino_ds.basics.formatting import range_text
 from dino_ds.basics.names import sidecar_of
-from dino_ds.basics.text_file import read_object
-from dino_ds.checkpoint.files import FileRecord, checksum
-from dino_ds.checkpoint.manifest import Manifest, content_sum
-from dino_ds.checkpoint.opening import checksum_once
+from dino_ds.checkpoint.folder import find_damage
+from dino_ds.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    SavedCheckpoint,
+    check_present,
+    checksum,
+    content_sum,
+    read_manifest,
+)
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.normalization import Normalization
+from dino_ds.config.stages import ENVIRONMENT, read_run_id
+from dino_ds.data.images import ValueRange
+from dino_ds.data.normalization import USUAL_CHANNELS, Normalization
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.models.specs.base import BackboneSpec
+
+_MOST = 1e3
+"""Largest mean and deviation, where black is 0 and white 1; the least deviation is its inverse square."""
+PROCESSOR = "preprocessor_config.json"
+"""The file of a Hugging Face folder that says how images are prepared."""
+
+
+def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
+    """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
+    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where those of other channels are not
+    stated."""
+    stated = stated_normalization(about, channels)
+    if stated is None and channels not in USUAL_CHANNELS:
+        raise CheckpointError(
+            f"no file says the mean and std of its images' {channels} channels: write both, {channels} numbers each, "
+            f"black 0 and white 1, into the JSON beside the weights (FILE.pth.json, or FILE.json of FILE.safetensors)"
+        )
+    return stated or Normalization.usual(channels)
+
+
+def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
+    """Mean and deviation as the file next to the weights states them, None if it does not.
+
+    A single number holds for all channels. Raises CheckpointError unless there is a number per channel, and for
+    deviations that are not positive.
+    """
+    stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
+    if not stated:
+        return None
+    try:
+        both = [stated[name] for name in ("mean", "std")]
+        each = ([value] * channels if isinstance(value, int | float) else value for value in both)
+        mean, std = (tuple(float(value) for value in values) for values in each)
+        if not len(mean) == len(std) == channels or not all(abs(value) <= _MOST for value in mean):
+            raise ValueError
+        if not all(1 / _MOST**2 <= value <= _MOST for value in std):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
+            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
+        ) from None
+    return Normalization(mean, std)
+
+
+def range_of(about: Mapping[str, Any]) -> ValueRange | None:
+    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
+    if "value_range" not in about:
+        return None
+    try:
+        low, high = (float(value) for value in about["value_range"])
+        if not (-1e18 <= low < high <= 1e18 and high - low >= 1e-18):  # as data.value_range
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high
+
+
+def notes_on_range(theirs: ValueRange | None, ours: ValueRange | None) -> list[str]:
+    """A note where weights were trained on another range of values than this run's."""
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
+    return [] if theirs == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
+
+
+def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Mean and standard deviation of a Hugging Face image processor, {} if it has none, and notes on them.
+
+    Raises CheckpointError for a processor that does not scale pixels to [0, 1] and then normalize them.
+    """
+    if not processor:
+        return {}, []
+    wanted = {"do_rescale": True, "do_normalize": True, "rescale_offset": False, "rescale_factor": 1 / 255}
+    for key, value in wanted.items():
+        setting = processor.get(key, value)
+        if not isinstance(setting, bool | float) or abs(setting - value) > 1e-6:
+            raise CheckpointError(f"{PROCESSOR}: {key} {str(setting)[:20]} is not known to dino_ds, only {value:.6g}")
+    mean, std = (processor.get(key) for key in ("image_mean", "image_std"))
+    if mean is None or std is None:
+        return {}, [f"{PROCESSOR} has no image_mean or image_std: the usual ones are taken"]
+    return {"mean": mean, "std": std}, []
+
+
+def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """The side of native images in timm's config.json, or None; not checked. arguments: the model's."""
+    stated = config["pretrained_cfg"] if isinstance(config.get("pretrained_cfg"), dict) else config
+    sizes = stated.get("input_size")
+    return arguments.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
+
+
+def timm_statistics(config: Any) -> dict[str, Any]:
+    """Mean and deviation in timm's pretrained_cfg, {} unless both have one number per channel."""
+    if not isinstance(config, dict):
+        return {}
+    mean, std, size = (config.get(name) for name in ("mean", "std", "input_size"))
+    if not (isinstance(mean, list) and isinstance(std, list) and isinstance(size, list) and size):
+        return {}
+    return {"mean": mean, "std": std} if len(mean) == len(std) == size[0] else {}
+
 
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of the other keys; description of the file that
@@ -190,3 +303,39 @@ def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
         "timm_name": name,
         "timm_arguments": arguments,
     }
+
+
+_SETTLED_SECONDS = 2.0
+"""File systems have coarse clocks: a second change soon after the first may leave a file's times as they are."""
+_known_sums: dict[tuple[object, ...], FileRecord] = {}
+
+
+def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
+    """Open the checkpoint in any `folder`. This process alone verifies that every file exists with the right length,
+    and every byte of the files whose names begin with `only`: no others may be read then. A checkpoint in the folder of
+    a run must belong to that run. Raises CheckpointError."""
+    run = folder.absolute().parent.parent
+    try:
+        manifest = read_manifest(folder)
+        if folder.absolute().parent.name == "checkpoints" and read_run_id(run) not in (None, manifest.run_id):
+            raise CheckpointError(f"checkpoint {folder} is of another run than {run / ENVIRONMENT} says")
+        check_present(folder, manifest)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None
+    names = [name for name in sorted(manifest.files) if name.startswith(only)]
+    if problem := find_damage(folder, manifest, names, checksum_once):
+        raise CheckpointError(problem)
+    return SavedCheckpoint(folder, manifest)
+
+
+def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
+    """Length and CRC32 of a file, as by `checksum`, but a file that has not changed since this process read it is not
+    read again. Raises OSError."""
+    at = path.stat()
+    key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+    if key in _known_sums:
+        return _known_sums[key]
+    record = checksum(path, progress)
+    if time.time() - at.st_ctime > _SETTLED_SECONDS:
+        _known_sums[key] = record
+    return record

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from dino_ds.checkpoint.manifest import MANIFEST, content_sum, read_manifest
-from dino_ds.commands.embedded import open_embedded
-from dino_ds.config.begun_with import load_run_recipe
+from dino_ds.commands.find import open_embedded
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import load_run_recipe
 from dino_ds.data import listing
 from dino_ds.data.tar_members import IndexedMembers, index_line
 from dino_ds.errors import CheckpointError, UserError
-from dino_ds.options.model import FindOptions
+from dino_ds.options.definition import FindOptions
 from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
 
 

@@ -9,9 +9,9 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.basics.durable import replace_file, replacing_folder
-from dino_ds.checkpoint import files as checkpoint_files
-from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file, write_tensors
+from dino_ds.basics.files import replace_file, replacing_folder
+from dino_ds.checkpoint import manifest as checkpoint_files
+from dino_ds.checkpoint.manifest import FileRecord, checksum, is_plain_file, write_tensors
 
 TENSORS = {
     "matrix": torch.randn(30, 7),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.checkpoint import files as checkpoint_writing
+from dino_ds.checkpoint import manifest as checkpoint_writing
 from dino_ds.checkpoint import saving as checkpoint_saving
-from dino_ds.checkpoint.files import write_tensors
+from dino_ds.checkpoint.manifest import write_tensors
 from dino_ds.engine import distributed
 from dino_ds.errors import OutOfMemory, StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of

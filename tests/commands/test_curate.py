@@ -34,7 +34,7 @@ from dino_ds.evals.curation import (
     pairs_of_cosine,
     pairs_of_pictures,
 )
-from dino_ds.options.model import CurateOptions
+from dino_ds.options.definition import CurateOptions
 from dino_ds.weights.export import FORMATS
 from tests.weights.test_weights import _backbone
 

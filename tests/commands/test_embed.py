@@ -22,8 +22,8 @@ from dino_ds.commands import embed, embedding_parts
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, StorageError
-from dino_ds.evals.model_images import range_for
-from dino_ds.options.model import EmbedOptions
+from dino_ds.evals.features import range_for
+from dino_ds.options.definition import EmbedOptions
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks

@@ -18,11 +18,10 @@ from dino_ds.commands.evaluate import run
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import Labeled, Settings
-from dino_ds.evals.results import read_results
-from dino_ds.evals.suite import knn
-from dino_ds.options.model import EvalOptions
+from dino_ds.evals.suite import knn, note_on_shared
+from dino_ds.evals.tracking import read_results
+from dino_ds.options.definition import EvalOptions
 from dino_ds.weights.export import FORMATS
 from tests.evals.tiny import clips
 from tests.ranks import run_on_ranks
@@ -258,12 +257,12 @@ def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, eval
 
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
     """They may have taken hours, and a file of weights has no folder that keeps them."""
-    judge = evaluate.evaluate
+    make_finding = evaluate.evaluate
 
     def fail(name, context):
         if name == "ridge":
             raise DataError("the disk is gone")
-        return judge(name, context)
+        return make_finding(name, context)
 
     monkeypatch.setattr(evaluate, "evaluate", fail)
     with pytest.raises(DataError, match="the disk is gone"):

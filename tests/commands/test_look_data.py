@@ -10,15 +10,14 @@ import torch
 from PIL import Image
 
 from dino_ds.commands import look_data
-from dino_ds.commands.data_statistics import report
+from dino_ds.commands.look_data import report
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
-from dino_ds.data.loader import Loader
+from dino_ds.data.loader import DevicePrefetcher, Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalization import IMAGENET
-from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import LookDataOptions

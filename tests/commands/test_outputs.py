@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.basics.durable import free_stem
+from dino_ds.basics.files import free_stem
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS
 from tests.hostile.test_run_folders import _command

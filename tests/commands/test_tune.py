@@ -13,10 +13,9 @@ from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
-from dino_ds.options.flags import parse_flags
-from dino_ds.options.reading import read
+from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning.bench import trials
-from dino_ds.planning.measure.memory import ChildOutOfMemory, ChildResult
+from dino_ds.planning.measure import ChildOutOfMemory, ChildResult
 from tests.planning.measure.tiny import TINY
 
 GIVEN = {**TINY, "data.global_batch": "64", "crops.num_local": "2"}

@@ -20,14 +20,21 @@ from dino_ds import __version__
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.cli.commands import function_of
 from dino_ds.config.ds_schema import KEYS
-from dino_ds.config.loading import load_recipe, recipe_options
-from dino_ds.config.recipe_files import recipe_names
+from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
 from dino_ds.errors import CheckpointError
 from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.options.commands import COMMANDS, TRAIN, find_command
+from dino_ds.options.commands import (
+    COMMANDS,
+    FIRST_DAY,
+    FIRST_KEYS,
+    FIRST_OPTIONS,
+    GROUPS,
+    TRAIN,
+    find_command,
+    help_text,
+)
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
-from dino_ds.options.help_text import FIRST_DAY, FIRST_KEYS, FIRST_OPTIONS, GROUPS, help_text
 from dino_ds.run.train_options import TrainOptions
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ import pytest
 
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.config.ds_schema import DsJson
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig, DsJson
 from dino_ds.config.schema import Option, fields_of
 from dino_ds.errors import ConfigError
 

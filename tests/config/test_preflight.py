@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import dino_ds.cli.preflight as preflight
-from dino_ds.basics.durable import cache_folder
+import dino_ds.cli.commands as preflight
+from dino_ds.basics.files import cache_folder
 from dino_ds.engine import rank_variables
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
@@ -109,7 +109,7 @@ def test_a_user_without_a_home_and_a_name_has_a_cache(tmp_path: Path, monkeypatc
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
-    assert _files_with(r"Path\.home\(\)|getuser\(") == {"basics/durable.py"}
+    assert _files_with(r"Path\.home\(\)|getuser\(") == {"basics/files.py"}
     for name in ("HOME", "XDG_CACHE_HOME", "DINO_DS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
@@ -126,7 +126,7 @@ LONG = """
 import multiprocessing, sys
 from multiprocessing.connection import Listener
 sys.path.insert(0, sys.argv[1])
-from dino_ds.basics.ports import shorten_socket_names
+from dino_ds.basics.machine import shorten_socket_names
 shorten_socket_names()
 context = multiprocessing.get_context("forkserver")
 process = context.Process(target=Listener)  # in the process, as where it hands over a tensor

@@ -12,15 +12,22 @@ import timm
 import yaml
 
 from dino_ds.config.fields import Length
-from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options, write_recipe
+from dino_ds.config.loading import (
+    change_recipe,
+    dump_recipe,
+    keys_set_by,
+    load_recipe,
+    recipe_names,
+    recipe_options,
+    write_recipe,
+)
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import flat_values
 from dino_ds.engine.schedules import Replacements
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.base import StepImages
-from dino_ds.method.specs.of_recipe import check_images_together
+from dino_ds.method.specs.own import check_images_together
 
 
 def _problems(config: str | None = None, **overrides: str) -> list[str]:

@@ -13,8 +13,8 @@ import dino_ds
 import dino_ds.cli.main as cli
 from dino_ds.config.fields import Count, Listed, Positive, option
 from dino_ds.errors import ConfigError
+from dino_ds.options.commands import help_text
 from dino_ds.options.definition import COMMANDS, Json, Model, Result, command
-from dino_ds.options.help_text import help_text
 
 
 def count_toys(options: Any) -> Result:

@@ -19,7 +19,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.planning.measure.trial import build_trial, resolve
+from dino_ds.planning.measure import build_trial, resolve
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.costs.cnn import NETWORKS, cnn_recipe

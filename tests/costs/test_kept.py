@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.costs import kept
+from dino_ds.costs import step_costs
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def ask(tmp_path, monkeypatch):
     calls = []
 
     def ask(about="this"):
-        monkeypatch.setattr(kept, "_found", {})
-        return kept.kept({"about": about}, dict[str, int], lambda: calls.append(about) or {"n": len(calls)})["n"]
+        monkeypatch.setattr(step_costs, "_found", {})
+        return step_costs.kept({"about": about}, dict[str, int], lambda: calls.append(about) or {"n": len(calls)})["n"]
 
     return ask
 
@@ -40,5 +40,5 @@ def _no_home() -> None:
 
 def test_it_is_kept_by_what_was_asked_and_by_the_code(ask, monkeypatch):
     assert [ask(), ask(), ask("that"), ask()] == [1, 1, 2, 1]
-    monkeypatch.setattr(kept, "_versions", lambda: ["other"])
+    monkeypatch.setattr(step_costs, "_versions", lambda: ["other"])
     assert ask() == 3

@@ -20,9 +20,9 @@ from dino_ds.costs.step_costs import count_parameters, model_flops
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import NotEstimated
-from dino_ds.models.specs.trained import TrainedPart
+from dino_ds.models.specs.backbones import TrainedPart
 from dino_ds.models.trained import keep_trained
-from dino_ds.planning.measure.trial import build_trial, resolve
+from dino_ds.planning.measure import build_trial, resolve
 from tests.costs.cnn import CONVNEXT, RESNET, cnn_recipe
 from tests.engine import harness
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe

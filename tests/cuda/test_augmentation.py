@@ -10,9 +10,9 @@ from dino_ds.config.crops import all_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import photometric
 from dino_ds.data.batches import LoaderBatch
+from dino_ds.data.loader import to_device
 from dino_ds.data.multicrop import AugmentationParams, MultiCrop
 from dino_ds.data.normalization import IMAGENET
-from dino_ds.data.prefetcher import to_device
 from tests.fake_cuda import CUDA, fake_cuda
 
 IMAGES = 64

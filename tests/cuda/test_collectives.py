@@ -23,22 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.rehearse import _frozen, _inputs, _single_rank_recipe
-from dino_ds.engine import deepspeed_engine
-from dino_ds.engine.clipping import norm_in_one_pass
+from dino_ds.engine import engine as deepspeed_engine
 from dino_ds.engine.engine import Progress
-from dino_ds.engine.lars import Lars, Layer
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
 from dino_ds.engine.muon import Matrix, Muon, Slice
+from dino_ds.engine.optim import Lars, Layer, norm_in_one_pass
 from dino_ds.engine.process import leave
 from dino_ds.evals import knn, linear
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions, _PartitionedUpdater
 from dino_ds.method.networks import build_meta
-from dino_ds.method.specs.of_recipe import teachers_of
+from dino_ds.method.specs.own import teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.batch_norm import use_own_batch_norm
@@ -346,11 +345,11 @@ def test_no_other_file_sends_tensors():
     )
     texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert {name for name, text in texts.items() if calls.search(text)} == {
-        "engine/distributed.py", "engine/clipping.py", "engine/lars.py", "engine/muon.py", "method/ema.py",
+        "engine/distributed.py", "engine/optim.py", "engine/muon.py", "method/ema.py",
         "models/batch_norm.py",
     }  # fmt: skip
     assert {name for name, text in texts.items() if helpers.search(text)} == {
-        "engine/deepspeed_engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/centering.py",
+        "engine/engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/dino.py",
         "method/coding_rate.py", "run/metrics.py", "evals/knn.py", "evals/linear.py",
         "evals/features.py",
     }  # fmt: skip

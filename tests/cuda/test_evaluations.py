@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.evals import knn
 from dino_ds.evals.features import raw_pixels

@@ -15,8 +15,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dino_ds.method import centering
-from dino_ds.models import blocks, drop_path, prototypes, residual, rope
+from dino_ds.method import dino
+from dino_ds.models import blocks, drop_path, positions, prototypes
+from dino_ds.models import drop_path as residual
 from dino_ds.models.fused import why_not_fused
 from tests.cuda.inductor import code_of, kernels_in, on_an_h200
 from tests.fake_cuda import needs_fake_cuda
@@ -24,8 +25,8 @@ from tests.fake_cuda import needs_fake_cuda
 K, ROWS, IMAGES, C = 131072, 512, 51, 256  # tiles of ViT-L/14: hidden patches, and images with 2 + 8 crops
 V, ONE = (K,), (1, ROWS, K)
 CASES = [
-    (centering._add_exp, V, (ROWS, K), V),
-    (centering._add_softmax, V, (ROWS, K), V, V),
+    (dino._add_exp, V, (ROWS, K), V),
+    (dino._add_softmax, V, (ROWS, K), V, V),
     (prototypes._target, ONE, V, V, (ROWS,)),
     (prototypes._compare, ONE, (ROWS, K), V, V, (ROWS,), 1),
     (prototypes._targets, (2, IMAGES, K), V, V, None),
@@ -37,9 +38,9 @@ S, N, HEADS, D = 20, 201, 16, 1024  # a part of the global crops of DINOv3 ViT-L
 TOKENS, KEPT, SCALES, PIECE, TABLE = (S * N, D), range(S * N), (S * N, 1), (S, N, HEADS, 64), (2, N - 5, 32)
 IN_BLOCKS = [
     (blocks._normed, TOKENS, (D,), (D,), 1e-6, torch.float32),
-    (rope.write_rotated, (S, N, 3, HEADS, 2, 32), [PIECE] * 3, TABLE, 2, False),
-    (rope.write_rotated, (S, N, 2, HEADS, 2, 32), [PIECE] * 2, TABLE, 1, True),
-    (rope.write_rotated, (S, 1, 2, HEADS, 2, 32), [(S, 1, HEADS, 64)] * 2, TABLE, 1, True),
+    (positions.write_rotated, (S, N, 3, HEADS, 2, 32), [PIECE] * 3, TABLE, 2, False),
+    (positions.write_rotated, (S, N, 2, HEADS, 2, 32), [PIECE] * 2, TABLE, 1, True),
+    (positions.write_rotated, (S, 1, 2, HEADS, 2, 32), [(S, 1, HEADS, 64)] * 2, TABLE, 1, True),
     (residual._sum, TOKENS, TOKENS, (D,), None),
     (residual._sum, TOKENS, TOKENS, (D,), SCALES),
     (residual.sum_kept, TOKENS, TOKENS, (D,), SCALES, KEPT),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters

@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 import pytest
 
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import open_files
 from dino_ds.errors import DataError
 from tests.data.files import png, read

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dino_ds.commands.embedded import Embedded
 from dino_ds.commands.embedding_parts import _named
+from dino_ds.commands.find import Embedded
 from dino_ds.config.sections import DataSection
 from dino_ds.data.classes import join_classes
 from dino_ds.data.root import open_files

@@ -12,11 +12,11 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from dino_ds.costs import kept
+from dino_ds.costs import step_costs
 from dino_ds.costs.step_costs import StepCosts, StudentFacts
 from dino_ds.data.folder import ImageFolder, ListFile
 from dino_ds.data.listing import _checksums
-from dino_ds.data.remote_cache import FilePiece, RemoteCache, _opened
+from dino_ds.data.remote import FilePiece, RemoteCache, _opened
 from dino_ds.data.shards import TarShards
 
 _FACTS = {"sizes": {"a": 3}, "frozen": [], "cast": ["a"], "groups": [["x", 3]], "statistics": [1], "whole_step": True}
@@ -27,8 +27,8 @@ _PIECE = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, 9000)
 
 def _plan(type_, plain):
     def read(images: Path):
-        kept._found.clear()
-        return kept.kept({}, type_, lambda: plain)
+        step_costs._found.clear()
+        return step_costs.kept({}, type_, lambda: plain)
 
     return read
 
@@ -108,7 +108,7 @@ CASES.remove(("remote", "a file for its folder"))  # refused: data.remote_cache_
 def test_a_file_that_cannot_be_used_is_made_anew(cache, damage, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("DINO_DS_CACHE", str(folder))
-    monkeypatch.setattr(kept, "_found", {})
+    monkeypatch.setattr(step_costs, "_found", {})
     for number, name in enumerate(("cat/1.png", "cat/2.png", "dog/1.png")):
         (path := tmp_path / "classes" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4), (number, 0, 0)).save(path)

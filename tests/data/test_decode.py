@@ -12,10 +12,9 @@ import tifffile
 from PIL import Image
 
 from dino_ds.data import decode
-from dino_ds.data.base import UnreadableImage
-from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import EncodedImage
-from dino_ds.data.images import PILLOW
+from dino_ds.data.images import PILLOW, UnreadableImage
+from dino_ds.data.multicrop import largest_shrink, resize_crop, shrunk_box
 from tests.data.files import ORANGE, decode_rgb, encoded, photo, png_chunk
 
 LIMIT = 10**7

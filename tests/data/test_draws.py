@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dino_ds.data.draws import Draws
+from dino_ds.data.masks import Draws
 
 SHARES = [Fraction(7, 10), Fraction(3, 10)]
 

@@ -17,7 +17,7 @@ import pytest
 from dino_ds.cli.main import main
 from dino_ds.config.fields import LEAST_IMAGES
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import with_own_images
 from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import open_image
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 

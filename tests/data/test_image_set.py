@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from dino_ds.basics.own_code import allow_code
-from dino_ds.data.image_set import ImageSet
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import ImageSet, build_source
 from dino_ds.errors import DataError
 
 

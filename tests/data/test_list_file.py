@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dino_ds.basics.text_file import MAX_LINE_BYTES, read_lines, read_object
-from dino_ds.data.base import UnreadableImage
-from dino_ds.data.image_set import ImageSet
+from dino_ds.basics.files import MAX_LINE_BYTES, read_lines, read_object
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.sources import ImageSet
 from dino_ds.errors import DataError
 from tests.data import files
 from tests.data.files import reds

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from dino_ds.data import folder as folder_module
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
 from dino_ds.errors import DataError
 from tests.data.files import members

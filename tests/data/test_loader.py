@@ -16,20 +16,19 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.basics.hashing import crop_seed
+from dino_ds.basics.files import crop_seed
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data import batches as workers_module
 from dino_ds.data import loader as loader_module
-from dino_ds.data import workers as workers_module
-from dino_ds.data.base import UnreadableImage
-from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, automatic_workers
 from dino_ds.data.feed import Position
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
-from dino_ds.run.bad_images import allowed_bad_images
+from dino_ds.run.reports import allowed_bad_images
 from tests.fork_server import fork_server
 
 IMAGES, GLOBAL = 21, 8

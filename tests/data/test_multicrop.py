@@ -14,8 +14,7 @@ from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.cutting import EvalCrop
-from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, to_tensor
+from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, EvalCrop, MultiCrop, to_tensor
 from dino_ds.data.normalization import IMAGENET, MEAN, STD, Normalization
 from tests.data.files import photo
 

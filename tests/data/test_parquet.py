@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dino_ds.data import parquet
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import png, read, reds
 

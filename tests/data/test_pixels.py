@@ -12,15 +12,13 @@ import tifffile
 import torch
 from PIL import Image, ImageOps
 
-from dino_ds.commands.data_statistics import FactsOf
+from dino_ds.commands.look_data import FactsOf
 from dino_ds.config.crops import dino_groups
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset
-from dino_ds.data.cutting import EvalCrop, cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, load_image, open_image
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.images import to_unit
-from dino_ds.data.multicrop import CropParameters, MultiCrop
+from dino_ds.data.images import UnreadableImage, to_unit
+from dino_ds.data.multicrop import CropParameters, EvalCrop, MultiCrop, cut_crops
 from dino_ds.data.normalization import Normalization
 from dino_ds.evals.features import LabeledImages, Reading
 from tests.data.files import Arrays, Files, encoded, photo, png16, png_chunk

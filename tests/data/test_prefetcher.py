@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dino_ds.config.crops import all_crops
-from dino_ds.data import prefetcher as feed_module
+from dino_ds.data import loader as feed_module
 from dino_ds.data.batches import LoaderOptions, augmented_crops
-from dino_ds.data.loader import Loader
-from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.loader import DevicePrefetcher, Loader
 from dino_ds.errors import DataError
 from tests.data.test_loader import BOTH, CROPS, GLOBAL, START, Noise, batches
 

@@ -13,11 +13,10 @@ import torch
 from PIL import Image
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.data import tiff
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data import scientific
 from dino_ds.data.decode import EncodedImage
-from dino_ds.data.find_range import with_image_settings
-from dino_ds.data.normalization import visible
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.normalization import visible, with_image_settings
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Files, encoded, photo
 
@@ -155,7 +154,7 @@ def with_tags(data: bytes, **values: int) -> bytes:
 
 
 def test_a_missing_codec_is_named(monkeypatch):
-    monkeypatch.setattr(tiff, "find_spec", lambda name: None)
+    monkeypatch.setattr(scientific, "find_spec", lambda name: None)
     assert refused(LAYOUTS["interleaved LZW tiles"]) == (
         "bands compressed by LZW need imagecodecs: pip install 'dino_ds[images]'"
     )

@@ -17,18 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from dino_ds.basics.ports import find_free_port
-from dino_ds.basics.text_file import unusable_text
+from dino_ds.basics.files import unusable_text
+from dino_ds.basics.machine import find_free_port
 from dino_ds.config.crops import dino_groups
-from dino_ds.config.mixture import MixturePart
-from dino_ds.data.base import UnreadableImage, prepare_images
+from dino_ds.config.sections import MixturePart
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
+from dino_ds.data.images import UnreadableImage, prepare_images
 from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.remote import FilePiece
-from dino_ds.data.remote_cache import RemoteCache, _opened
+from dino_ds.data.remote import FilePiece, RemoteCache, _opened
 from dino_ds.data.remote_request import _driver_of
 from dino_ds.data.root import open_files
 from dino_ds.data.tar_members import index_line

@@ -15,11 +15,10 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
 from dino_ds.data.feed import Position
-from dino_ds.data.loader import Loader, ResumableSampler, draw_resolution
+from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, draw_resolution
 from dino_ds.data.masks import with_rows
 from dino_ds.data.multicrop import MultiCrop, to_tensor
 from dino_ds.data.normalization import IMAGENET
-from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
 

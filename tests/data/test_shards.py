@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dino_ds.data import shards as shards_module
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import expand
 from dino_ds.errors import DataError
 from tests.data.files import members, png, read, reds

@@ -15,8 +15,8 @@ from PIL import Image
 from dino_ds.basics.own_code import allow_code
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import load_recipe
-from dino_ds.data import named_sets
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data import mixture
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError
 from tests.data.files import ORANGE, read
@@ -104,7 +104,7 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
 
 def test_train_and_test_patches_share_no_pixel(monkeypatch):
     """Each patch of a photo whose pixels tell their column stays inside its part of the width."""
-    from dino_ds.data import named_sets as photos
+    from dino_ds.data import mixture as photos
 
     columns = np.broadcast_to((np.arange(200) * 255 // 199).astype(np.uint8), (256, 200))
     monkeypatch.setattr(photos, "_load_photos", lambda: iter([("ramp", Image.fromarray(columns).convert("RGB"))]))
@@ -141,7 +141,7 @@ def test_the_photographs_are_never_taken_for_images_that_are_named(tmp_path):
 
 
 def test_torchvision_sets_that_are_not_there(tmp_path):
-    for source in named_sets.TORCHVISION_SETS:
+    for source in mixture.TORCHVISION_SETS:
         with pytest.raises(DataError, match=f"{source} is not under {tmp_path}.*--data.download true") as caught:
             build_source(source, str(tmp_path), "train", False)
         assert "\n" not in str(caught.value)
@@ -181,7 +181,7 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
             raise RuntimeError("Dataset not found.\nYou can use download=True to download it")
         return [Fake([(Image.new("L", (4, 4), 9), 0), (None, 1)])]
 
-    monkeypatch.setattr(named_sets, "_build", build)
+    monkeypatch.setattr(mixture, "_build", build)
     with pytest.raises(
         DataError, match=r"--data\.download true; for .*--data\.source folder \(torchvision: Dataset not found\. You"
     ):
@@ -197,7 +197,7 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
 
 def test_the_recipe_knows_these_sources():
     """The schema names them without importing torchvision."""
-    assert set(SOURCES) == {"folder", "photos", *named_sets.TORCHVISION_SETS}
+    assert set(SOURCES) == {"folder", "photos", *mixture.TORCHVISION_SETS}
 
 
 # classes of users

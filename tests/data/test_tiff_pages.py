@@ -13,10 +13,9 @@ import tifffile
 from PIL import Image
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import EncodedImage
-from dino_ds.data.find_range import with_image_settings
-from dino_ds.data.images import in_channels
+from dino_ds.data.images import UnreadableImage, in_channels
+from dino_ds.data.normalization import with_image_settings
 from dino_ds.errors import DataError
 from tests.data.files import Files, encoded, photo, png16
 from tests.sample import sampled

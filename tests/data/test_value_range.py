@@ -13,15 +13,20 @@ from PIL import Image
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import EncodedImage, load_image, open_image
-from dino_ds.data.find_range import ImageValues, Sample, find_misfits, look_at_values, with_image_settings
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.images import ValueRange, to_unit
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalization import IMAGENET, STD
+from dino_ds.data.images import UnreadableImage, ValueRange, to_unit
+from dino_ds.data.multicrop import EvalCrop, MultiCrop
+from dino_ds.data.normalization import (
+    IMAGENET,
+    STD,
+    ImageValues,
+    Sample,
+    find_misfits,
+    look_at_values,
+    with_image_settings,
+)
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.basics.hashing import crop_seed
+from dino_ds.basics.files import crop_seed
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.masks import MaskOptions, draw_masks
 from dino_ds.engine import distributed
-from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import ONE_RATE, OptimizerOptions
+from dino_ds.engine.process import DTYPES
 from dino_ds.engine.schedules import Schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.objective import Objective
 from dino_ds.method.step import Inputs, MicroStep, TrainingStep
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.trained import keep_values

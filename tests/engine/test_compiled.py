@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.base import Backbone
-from dino_ds.planning.measure.trial import build_trial, resolve
+from dino_ds.planning.measure import build_trial, resolve
 from tests.engine.harness import run_step
 from tests.planning.measure.tiny import TINY, tiny_ds
 from tests.ranks import run_on_ranks

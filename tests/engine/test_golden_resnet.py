@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.lars import Lars
+from dino_ds.engine.optim import Lars
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.ema import EmaTeacher

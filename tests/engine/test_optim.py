@@ -11,11 +11,11 @@ from dino_ds.engine.optim import PROTOTYPES, OptimizerOptions, parameter_groups
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_step as build_recipe
 from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.models.vit import VisionTransformer
 from tests.engine.harness import (
     OPTIMIZERS,

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import bucket_bytes, gradient_bytes, state_bytes
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine
-from dino_ds.engine.placement import Placement
+from dino_ds.engine.masters import Placement
 from dino_ds.method.build import build_network, build_step
 from dino_ds.method.step import Inputs
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.models.head import DinoHead
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks

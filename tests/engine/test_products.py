@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dino_ds.engine import products
+from dino_ds.engine import muon
 
 pytestmark = pytest.mark.numerical
 
@@ -18,7 +18,7 @@ def _onednn() -> Iterator[None]:
     """oneDNN multiplies in this test, on any make of CPU."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no such operator")
-    library = products.take_onednn.__wrapped__()
+    library = muon.take_onednn.__wrapped__()
     yield
     library._destroy()
 
@@ -43,7 +43,7 @@ OPERANDS = {
 @pytest.mark.parametrize("operands", OPERANDS)
 def test_products_equal_those_of_float64(operands, monkeypatch):
     """Rounding: FP32 sums of 800 products of normal numbers are off by less than 2e-5 of the largest."""
-    monkeypatch.setattr(products, "_LEAST", 1000)
+    monkeypatch.setattr(muon, "_LEAST", 1000)
     a, b = OPERANDS[operands]
     bound = 1e-2 if a.dtype == torch.bfloat16 else 2e-5
     bias, square = _drawn(b.shape[1]).to(a.dtype), _drawn(a.shape[0], b.shape[1]).to(a.dtype)
@@ -67,7 +67,7 @@ def test_gradients_of_layers_equal_torchs_own():
         return list(torch.autograd.grad(layers(images).square().sum(), [images, *layers.parameters()]))
 
     found = gradients()
-    with products.products_of_torch():
+    with muon.products_of_torch():
         expected = gradients()
     for ours, torchs in zip(found, expected, strict=True):
         assert ours.is_contiguous()
@@ -78,8 +78,8 @@ def test_it_is_taken_on_amd_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for vendor, taken in (("AuthenticAMD", True), ("GenuineIntel", False)):
         (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
-        monkeypatch.setattr(products, "Path", lambda _: tmp_path / "cpuinfo")
-        assert products.on_amd() is taken
+        monkeypatch.setattr(muon, "Path", lambda _: tmp_path / "cpuinfo")
+        assert muon.on_amd() is taken
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(products, "Path", lambda _: tmp_path / "missing")
-    assert not products.on_amd()
+    monkeypatch.setattr(muon, "Path", lambda _: tmp_path / "missing")
+    assert not muon.on_amd()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp

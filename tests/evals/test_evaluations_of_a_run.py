@@ -27,7 +27,7 @@ from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
 from dino_ds.report.pictures import PeriodicPictures
-from dino_ds.run.run import Moment
+from dino_ds.run.run import StepContext
 from tests.run.harness import image_folder
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def _evaluate(runner, step, give_up=lambda: False):
 
 
 def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
-    return Moment(None, CPU, step, 8 * step, run_dir, log, give_up)
+    return StepContext(None, CPU, step, 8 * step, run_dir, log, give_up)
 
 
 def test_whoever_gives_up_keeps_nothing(sources):

@@ -75,7 +75,7 @@ def at_once(rank: int, on: tuple[int, ...], do: Act) -> None:
 @planned
 def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times: int = 1) -> None:
     """`do` when a part of a checkpoint file is written; the steps from `step`, `times` of them."""
-    from dino_ds.checkpoint import files as checkpoint_writing
+    from dino_ds.checkpoint import manifest as checkpoint_writing
 
     original, done = checkpoint_writing.write_tensors, []
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from dino_ds.basics.ports import find_free_port
+from dino_ds.basics.machine import find_free_port
 from tests.faults.launcher import Order, launch
 from tests.fork_server import ForkServer, fork_server
 from tests.run.harness import REPOSITORY, TINY

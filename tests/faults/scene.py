@@ -113,7 +113,7 @@ def stacks(scene: Scene) -> Callable[[], None]:
 
 def dead_lock(scene: Scene) -> None:
     """RUN/lock of a process that has held it and is gone."""
-    code = "import pathlib, sys, dino_ds.health.lock as l; l.RunLock(pathlib.Path(sys.argv[1])).acquire()"
+    code = "import pathlib, sys, dino_ds.health.processes as l; l.RunLock(pathlib.Path(sys.argv[1])).acquire()"
     subprocess.run([sys.executable, "-c", code, scene.run], check=True, cwd=jobs.REPOSITORY)
     assert (scene.run / "lock").exists()
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.health.lock import STALE_SECONDS, RunLock
-from dino_ds.health.processes import machine
+from dino_ds.health.processes import STALE_SECONDS, RunLock, machine
 
 
 def change(run: Path, **values: object) -> None:

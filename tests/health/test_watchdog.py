@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.health.beat import Beat
-from dino_ds.health.files import Disk
+from dino_ds.health.beat import Beat, Disk
+from dino_ds.health.monitor import Failures, is_connection_error
 from dino_ds.health.processes import Standstill
 from dino_ds.health.records import (
     Failure,
@@ -26,7 +26,6 @@ from dino_ds.health.records import (
     last_checkpoint,
     last_checkpoint_step,
 )
-from dino_ds.health.watchdog import Failures, is_connection_error
 
 HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
 
@@ -202,7 +201,7 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
         """
         import sys, time
         from pathlib import Path
-        from dino_ds.health.watchdog import Watchdog
+        from dino_ds.health.monitor import Watchdog
         with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2])) as dog:
             dog.beat.enter("step", 1)
             dog.beat.warm = True

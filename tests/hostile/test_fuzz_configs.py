@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.config.loading import recipe_options
-from dino_ds.config.recipe_files import RECIPES
+from dino_ds.config.loading import RECIPES, recipe_options
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS
 from dino_ds.planning.machines import read_hostfile

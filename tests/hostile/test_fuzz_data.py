@@ -16,8 +16,8 @@ from hypothesis import given
 from PIL import Image
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import EncodedImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import UserError
 from tests.data.files import decode_rgb, encoded, png_chunk, png_of

@@ -14,7 +14,7 @@ import pytest
 import dino_ds
 from dino_ds.basics import own_code
 from dino_ds.method.specs.own import own_teachers, own_terms
-from dino_ds.models.specs.foreign_backbones import facts_of
+from dino_ds.models.specs.foreign import facts_of
 from tests.hostile.test_run_folders import _command
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, train_tiny

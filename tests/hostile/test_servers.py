@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.remote_request import _driver_of
 from dino_ds.data.root import open_files
 from dino_ds.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dino_ds.basics.ports import find_free_port
+from dino_ds.basics.machine import find_free_port
 from tests.launching.cluster import REPOSITORY, environment
 from tests.run.harness import TINY, image_folder
 from tests.sample import sampled

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from dino_ds.basics.ports import find_free_port
+from dino_ds.basics.machine import find_free_port
 from tests.launching.cluster import REPOSITORY, environment
 from tests.launching.hosts import two_hosts
 from tests.ranks import run_on_ranks

@@ -10,7 +10,7 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.fields import Ramp
 from dino_ds.engine import distributed
 from dino_ds.method.coding_rate import CodingRateTerm
-from dino_ds.method.specs.coding_rate import CodingRateSpec
+from dino_ds.method.specs.ours import CodingRateSpec
 from tests.ranks import run_on_ranks
 
 IMAGES, WIDTH, CROPS = 12, 8, 4

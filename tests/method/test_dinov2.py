@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from dino_ds.engine import distributed
-from dino_ds.method.centering import RunningCenter, SinkhornKnopp
-from dino_ds.method.dino import DINO, DinoTerm, dino_loss
+from dino_ds.method.dino import DINO, DinoTerm, RunningCenter, SinkhornKnopp, dino_loss
 from dino_ds.method.ibot import IbotTerm, ibot_loss
 from dino_ds.method.koleo import KoLeoTerm
-from dino_ds.method.specs.dino import IBOT
-from dino_ds.models import logits as factored
+from dino_ds.method.specs.ours import IBOT
 from dino_ds.models import prototypes
-from dino_ds.models.logits import Comparison, Logits
-from dino_ds.models.prototypes import Prototypes
+from dino_ds.models import prototypes as factored
+from dino_ds.models.prototypes import Comparison, Logits, Prototypes
 from tests.ranks import run_on_ranks
 from tests.reference import as_logits, compare
 from tests.reference_v2 import golden_v2, golden_v2_meta

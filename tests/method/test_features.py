@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_ds.method.build_frozen import FeatureTerm
+from dino_ds.method.frozen import FeatureTerm
 from tests.engine.harness import tiny_schedules
 
 SCHEDULE = tiny_schedules().at(0)

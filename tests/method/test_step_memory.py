@@ -8,8 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds.engine.process import init_distributed
-from dino_ds.method import centering
-from dino_ds.models import logits
+from dino_ds.method import dino
+from dino_ds.models import prototypes
 from dino_ds.planning.bench.ladder import LadderStep, all_steps, build_ladder_step, last_exact
 from tests.planning.measure.tiny import tiny_recipe
 
@@ -68,9 +68,9 @@ def _watched(step: LadderStep) -> _Watch:
 def test_a_step_holds_only_tiles(monkeypatch):
     """Targets, losses, gradients and the optimizer's step. Sinkhorn: tiles that are kept, one made anew, two parts and
     a temporary of one. A loss: a tile of the teacher's, one of the student's, and a few parts."""
-    monkeypatch.setitem(logits._TILE, "cpu", TILE * 4 * K)
-    monkeypatch.setitem(logits._PART, "cpu", PART * 4 * K)
-    monkeypatch.setitem(centering._KEPT, "cpu", KEPT * 4 * K)
+    monkeypatch.setitem(prototypes._TILE, "cpu", TILE * 4 * K)
+    monkeypatch.setitem(prototypes._PART, "cpu", PART * 4 * K)
+    monkeypatch.setitem(dino._KEPT, "cpu", KEPT * 4 * K)
     lean, plain = _watched(last_exact()), _watched(all_steps()[0])
     assert lean.largest == TILE
     assert lean.most <= max(KEPT + TILE, 2 * TILE) + 4 * PART
@@ -80,5 +80,5 @@ def test_a_step_holds_only_tiles(monkeypatch):
 def test_the_ceiling_in_bytes():
     """At any size: a fifth of the 1282 MB that facebookresearch/dinov2's step holds with 131072 prototypes and
     8 images."""
-    most = centering._KEPT["cpu"] + logits._TILE["cpu"] + 8 * logits._PART["cpu"]
+    most = dino._KEPT["cpu"] + prototypes._TILE["cpu"] + 8 * prototypes._PART["cpu"]
     assert most <= 0.2 * 1282e6

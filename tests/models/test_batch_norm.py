@@ -17,9 +17,9 @@ from dino_ds.errors import ConfigError
 from dino_ds.models import batch_norm
 from dino_ds.models.batch_norm import BatchNorm, again, batch_norms, use_own_batch_norm
 from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.head import DinoHead
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.foreign import ForeignSpec
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 

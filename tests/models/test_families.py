@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError
-from dino_ds.method.build import build_network
-from dino_ds.method.checks import check_levers
+from dino_ds.method.build import build_network, check_levers
 from tests.engine.cnn import BATCH, build, foreign_recipe, run_window
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks

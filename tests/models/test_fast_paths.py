@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from dino_ds.basics.rehearsal import rehearsal
+from dino_ds.basics.ranges import rehearsal
 from dino_ds.models import attention
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import sample_keys, step_key

@@ -12,7 +12,7 @@ from dino_ds.method.ema import _low_precision_copy
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.foreign import ForeignSpec
 
 TINY_VIT = (
     '{"embed_dims": [8, 8, 8, 16], "depths": [1, 1, 1, 1], "num_heads": [1, 1, 1, 1], "window_sizes": [2, 2, 2, 2]}'

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dino_ds.basics.rehearsal import rehearsal
-from dino_ds.method.centering import SinkhornKnopp
+from dino_ds.basics.ranges import rehearsal
+from dino_ds.method.dino import SinkhornKnopp
 from dino_ds.models import fused as fused_module
-from dino_ds.models import logits as factored
 from dino_ds.models import prototypes
+from dino_ds.models import prototypes as factored
 from dino_ds.models.fused import Fused, fuses, uncompiled
-from dino_ds.models.logits import Comparison, Logits
-from dino_ds.models.prototypes import Prototypes
+from dino_ds.models.prototypes import Comparison, Logits, Prototypes
 
 K, C, IMAGES = 203, 12, 9
 OTHERS = {"crops": 2, "exclude_own": True, "others": 0.3}

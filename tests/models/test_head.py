@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_ds.models import logits as factored
 from dino_ds.models import prototypes
-from dino_ds.models.head import DinoHead
-from dino_ds.models.logits import Comparison
+from dino_ds.models import prototypes as factored
+from dino_ds.models.prototypes import Comparison, DinoHead
 from tests.reference import as_logits, product
 
 pytestmark = pytest.mark.numerical

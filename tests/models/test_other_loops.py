@@ -22,12 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from dino_ds.engine.distributed import GatherRows
 from dino_ds.method.coding_rate import _SumOverRanks
 from dino_ds.method.gram import tiled_gram_loss
-from dino_ds.models import attention, batch_norm, blocks, network, residual, rope
+from dino_ds.models import attention, batch_norm, blocks, drop_path, network, positions
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import Kept
 from dino_ds.models.fused import Fused
-from dino_ds.models.logits import Comparison, Logits
-from dino_ds.models.prototypes import Prototypes
+from dino_ds.models.prototypes import Comparison, Logits, Prototypes
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.vit import VisionTransformer
 from tests.ranks import run_on_ranks
@@ -106,30 +105,30 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
     ),
     "rows and the rest": (lambda x: blocks._gather(x, ROWS), lambda x: (x.index_select(0, ROWS), x + 0), ((6, 8),)),
     "kept rows added": (
-        lambda x, branch: residual._add_kept(x, branch, _kept(x)),
+        lambda x, branch: drop_path._add_kept(x, branch, _kept(x)),
         lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
     ),
     "fused sum": (
-        lambda x, branch, gamma: residual._FusedAdd.apply(x, branch, gamma, None, (None, None)),
+        lambda x, branch, gamma: drop_path._FusedAdd.apply(x, branch, gamma, None, (None, None)),
         lambda x, branch, gamma: (x + branch * gamma).to(x.dtype), ((6, 8), (6, 8), (8,)),
     ),
     "fused kept sum": (
-        lambda x, branch: residual._FusedAdd.apply(x, branch, None, _kept(x).scales, (ROWS, INVERSE)),
+        lambda x, branch: drop_path._FusedAdd.apply(x, branch, None, _kept(x).scales, (ROWS, INVERSE)),
         lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
     ),
     "fused rows and the rest": (
         lambda x: blocks._gather(x, ROWS, INVERSE), lambda x: (x.index_select(0, ROWS), x + 0), ((6, 8),),
     ),
     "rotation": (
-        lambda x: rope.rotate(x * 1, GROUPS, TABLES, (2, 3), HEADS),
-        lambda x: rope._rotated(x * 1, GROUPS, TABLES, (2, 3), HEADS), ((14, 24),),
+        lambda x: positions.rotate(x * 1, GROUPS, TABLES, (2, 3), HEADS),
+        lambda x: positions._rotated(x * 1, GROUPS, TABLES, (2, 3), HEADS), ((14, 24),),
     ),
     "sizes": (
         lambda x: attention._PerSize.apply(x, GROUPS, (2, 3), HEADS), lambda x: _sizes(x, 3), ((14, 24),),
     ),
     "rotated sizes": (
         lambda x: attention._PerSize.apply(x, GROUPS, (2, 3), HEADS, *TABLES),
-        lambda x: _sizes(rope._rotated(x, GROUPS, TABLES, (2, 3), HEADS), 3), ((14, 24),),
+        lambda x: _sizes(positions._rotated(x, GROUPS, TABLES, (2, 3), HEADS), 3), ((14, 24),),
     ),
     "no gradient": (network._ZeroGrad.apply, lambda x: x.detach() + 0 * x, ((6, 8),)),
     "prototypes": (_tiled, _compared, ((6, 4), (10, 4))),

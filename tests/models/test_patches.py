@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from dino_ds.models.base import CLS
+from dino_ds.models.base import CLS, init_weights_in_pieces
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, sample_keys
-from dino_ds.models.initialization import init_weights_in_pieces
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions

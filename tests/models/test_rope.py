@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch._dynamo
 
-from dino_ds.models import rope
+from dino_ds.models import positions
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import step_key
-from dino_ds.models.rope import RopeTables
+from dino_ds.models.positions import RopeTables
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
@@ -30,7 +30,7 @@ class TestLaws:
     def test_factors(self):
         """They are uniform in the logarithm."""
         recorded = golden_v2_meta()["rope"]["rescale_coords=2"]["log_quantiles"]
-        logarithms = rope.stretches(rope._draws(step_key(0, 7), 1, 4000, CPU)[0], 2.0).log()
+        logarithms = positions.stretches(positions._draws(step_key(0, 7), 1, 4000, CPU)[0], 2.0).log()
         assert logarithms.shape == (4000, 1) and logarithms.abs().max() <= math.log(2) + 1e-6
         assert _quantiles(logarithms[:, 0]) == pytest.approx(recorded[1:-1], abs=0.045 * 2 * math.log(2))
 
@@ -66,12 +66,12 @@ class TestRotation:
     def test_fp32_inside(self):
         """The result in bf16 is that in FP32, rounded once."""
         projected, _, tables = self._case(3, torch.bfloat16)
-        exact = rope.rotate(projected.float(), self.groups, tables, (2, 3), self.heads).bfloat16()
-        assert torch.equal(rope.rotate(projected.clone(), self.groups, tables, (2, 3), self.heads), exact)
+        exact = positions.rotate(projected.float(), self.groups, tables, (2, 3), self.heads).bfloat16()
+        assert torch.equal(positions.rotate(projected.clone(), self.groups, tables, (2, 3), self.heads), exact)
 
     def test_a_lone_cls_token_is_not_turned(self):
         x = torch.randn(3, 16)
-        assert torch.equal(rope.rotate(x.clone(), ((3, 1),), [torch.randn(2, 4, 4)], (1, 1), 2), x)
+        assert torch.equal(positions.rotate(x.clone(), ((3, 1),), [torch.randn(2, 4, 4)], (1, 1), 2), x)
 
 
 _ARCH = ViTSpec(

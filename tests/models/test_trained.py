@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from dino_ds.errors import ConfigError
-from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import ViTSpec, backbone_spec
+from dino_ds.models.foreign import build_backbone
+from dino_ds.models.specs.backbones import TrainedPart, ViTSpec, backbone_spec, parse_trained
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
-from dino_ds.models.specs.trained import TrainedPart, parse_trained
+from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.models.trained import TrainedPlacer, adapters_in, keep_trained, linear_layers, merged
 from tests.engine.harness import crops
 

@@ -9,10 +9,9 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from dino_ds.models.base import CLS
+from dino_ds.models.base import CLS, init_weights_in_pieces
 from dino_ds.models.blocks import PatchEmbed
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
-from dino_ds.models.initialization import init_weights_in_pieces
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.base import BackboneOptions

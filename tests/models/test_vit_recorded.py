@@ -13,7 +13,7 @@ from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.fit import architecture_of
+from dino_ds.weights.load import architecture_of
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
 
 pytestmark = pytest.mark.numerical

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.sections import fitting_sizes
 from dino_ds.method.specs.base import StepImages
-from dino_ds.method.specs.of_recipe import check_images_together
+from dino_ds.method.specs.own import check_images_together
 from dino_ds.planning.advice import Situation, advise, continued_length, epochs, momentum, prototypes, small_momentum
 from dino_ds.run.announcement import few_images
 

@@ -16,8 +16,7 @@ from PIL import Image
 from dino_ds.cli.main import main, parse, prepare
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN
-from dino_ds.options.flags import parse_flags
-from dino_ds.options.reading import read
+from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning import advise
 from tests.run.harness import REPOSITORY, image_folder
 

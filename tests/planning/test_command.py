@@ -25,7 +25,7 @@ def test_a_plan_that_is_asked_again_and_reports_load_no_torch(capsys):
     """What was rehearsed is kept."""
     words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "2"]
     main(words)
-    code = f"import sys, dino_ds.report.command; from dino_ds.cli.main import main; main({words!r})"
+    code = f"import sys, dino_ds.report.single_run; from dino_ds.cli.main import main; main({words!r})"
     code += "; assert 'torch' not in sys.modules"
     page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "recommended: ZeRO" in page and "fragmentation margin" in page and "hours" in page

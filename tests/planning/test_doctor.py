@@ -14,7 +14,7 @@ from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.planning import doctor
-from dino_ds.planning.measure.machine import VisibleGpu
+from dino_ds.planning.measure import VisibleGpu
 from tests.launching.cluster import environment
 from tests.run.harness import REPOSITORY, image_folder
 
@@ -66,7 +66,7 @@ def test_gpus_that_others_use_and_a_precision_that_the_device_lacks(monkeypatch)
         assert stops.level == "FAIL" and "no fp16" in stops.text and "wants fp16" in stops.remedy
         assert _levels(doctor.look_at_gpus(_resolved("zero2_bf16.json")))[-1] == "ok"
     gpus = [VisibleGpu("A", "8.0", 40.0, 39.5), VisibleGpu("A", "8.0", 40.0, 10.0)]
-    monkeypatch.setattr("dino_ds.planning.measure.machine.find_gpus", lambda: gpus)
+    monkeypatch.setattr("dino_ds.planning.measure.find_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     found = list(doctor.look_at_gpus(_resolved("zero2_bf16.json")))

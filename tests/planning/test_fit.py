@@ -10,11 +10,9 @@ from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.of_recipe import accumulation_notes
-from dino_ds.planning.fit import fit, fit_with, largest_micro_batch, micro_batches
-from dino_ds.planning.gpus import GPUS, Cluster, Gpu, describe_hours, find_gpu
-from dino_ds.planning.host import checkpoint_bytes, host_bytes
-from dino_ds.planning.recommend import SHAPES, ds_of, recommend, write_ds
+from dino_ds.method.specs.own import accumulation_notes
+from dino_ds.planning.fit import SHAPES, ds_of, fit, fit_with, largest_micro_batch, micro_batches, recommend, write_ds
+from dino_ds.planning.host import GPUS, Cluster, Gpu, checkpoint_bytes, describe_hours, find_gpu, host_bytes
 
 
 def _ds(name: str, **overrides: str):

@@ -16,8 +16,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
-from dino_ds.options.flags import parse_flags
-from dino_ds.options.reading import read
+from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning.fit import FILLED, fit
 from dino_ds.planning.start import (
     Machine,
@@ -106,7 +105,7 @@ def test_the_host_s_memory_counts_too():
 
 def test_a_cpu_gives_what_is_free_and_what_the_ranks_have_taken_already(monkeypatch):
     """What other programs have is not theirs; offloading on GPUs is held against all of it."""
-    monkeypatch.setattr("dino_ds.basics.host_memory.host_memory_gib", lambda: (24.0, 15.0))
+    monkeypatch.setattr("dino_ds.basics.machine.host_memory_gib", lambda: (24.0, 15.0))
     found = find_machine()
     assert found.card_gib is None and found.host_gib == pytest.approx(0.9 * 15 + found.libraries / 2**30, abs=1e-6)
 

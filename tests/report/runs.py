@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from dino_ds.config.loading import dump_recipe, load_recipe
-from dino_ds.health.files import Event
+from dino_ds.health.beat import Event
 
 SMALL = {"data.source": "photos", "data.global_batch": "64", "crops.global_size": "32", "crops.local_size": "16"}
 SMALL |= {

@@ -14,9 +14,9 @@ import subprocess
 
 import pytest
 
-from dino_ds.health.files import Event
+from dino_ds.health.beat import Event
 from dino_ds.options.commands import ReportOptions
-from dino_ds.report.command import run
+from dino_ds.report.single_run import run
 from tests.report.runs import DONE, make_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

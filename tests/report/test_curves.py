@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from dino_ds.report.curves import EMPTY, Curve, read_metrics
+from dino_ds.report.charts import EMPTY, Curve, read_metrics
 
 
 def _read(tmp_path, text):

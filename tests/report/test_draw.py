@@ -11,9 +11,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from dino_ds.report import plot
-from dino_ds.report.charts import Chart, Line
-from dino_ds.report.curves import Curve
+from dino_ds.report import html
+from dino_ds.report.charts import Chart, Curve, Line
 from dino_ds.report.draw import (
     Sheet,
     draw_attention,
@@ -25,7 +24,7 @@ from dino_ds.report.draw import (
     picture_of,
     place,
 )
-from dino_ds.report.plot import COLORS, _plot, chart_svg
+from dino_ds.report.html import COLORS, _plot, chart_svg
 from tests.report.runs import assert_inside
 
 
@@ -142,5 +141,5 @@ def test_the_colors_of_a_dark_page_are_those_of_an_inverted_chart():
     turn = np.array([[-0.574, 1.430, 0.144], [0.426, 0.430, 0.144], [0.426, 1.430, -0.856]])
     light = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in COLORS])
     dark = ["#{:02x}{:02x}{:02x}".format(*row) for row in np.clip((255 - light) @ turn.T, 0, 255).round().astype(int)]
-    style = (Path(plot.__file__).parent / "templates/page.css").read_text().partition("prefers-color-scheme: dark")[2]
+    style = (Path(html.__file__).parent / "templates/page.css").read_text().partition("prefers-color-scheme: dark")[2]
     assert re.findall(r"--c\d: (#\w{6})", style) == dark

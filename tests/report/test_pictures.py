@@ -11,7 +11,7 @@ from PIL import Image
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.model import PicturesOptions
+from dino_ds.options.definition import PicturesOptions
 from dino_ds.report import draw
 from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
 from dino_ds.weights.export import FORMATS

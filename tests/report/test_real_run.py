@@ -10,8 +10,8 @@ import pytest
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import ReportOptions
-from dino_ds.report.command import run as report
 from dino_ds.report.folder import read_run
+from dino_ds.report.single_run import run as report
 from tests.ranks import run_on_ranks
 from tests.report.runs import assert_inside
 from tests.run.harness import TINY, image_folder, log_of, train_tiny

@@ -10,18 +10,16 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from dino_ds.basics.formatting import duration, number
 from dino_ds.cli import main as cli
-from dino_ds.health.files import Event
-from dino_ds.health.lock import RunLock
+from dino_ds.health.beat import Event
+from dino_ds.health.processes import RunLock
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
-from dino_ds.report.charts import summarize_knn
-from dino_ds.report.command import run
-from dino_ds.report.curves import Curve, Metrics
+from dino_ds.report.charts import Curve, Metrics, summarize_knn
 from dino_ds.report.folder import read_events, read_run
-from dino_ds.report.single_run import draw_run
-from dino_ds.report.summary import judge, mean_rate, summarize
-from dino_ds.report.text import duration, number
+from dino_ds.report.single_run import draw_run, run
+from dino_ds.report.summary import make_finding, mean_rate, summarize
 from tests.report.runs import DONE, EVALUATIONS, knn, make_run, record, save_picture, write_events
 
 
@@ -123,7 +121,7 @@ def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
         (folder / "evaluations.json").write_text(json.dumps(results))
     _write_metrics(folder, *found, {**record(100), "collapsed": int(collapsed)})
     shown = read_run(folder)
-    said = judge(shown, summarize_knn(shown.metrics))
+    said = make_finding(shown, summarize_knn(shown.metrics))
     assert said[0] == level and said[1].startswith(says)
 
 

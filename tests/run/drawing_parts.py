@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.ema import build_teacher
-from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
 from dino_ds.method.specs.base import TermSpec
-from dino_ds.method.specs.ema import EmaSpec
+from dino_ds.method.specs.ours import EmaSpec
 
 
 def drawing(*kinds: str) -> dict[str, str]:
@@ -45,10 +45,10 @@ class Drawing(Term):
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
         return [None] * len(window)
 
-    def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
+    def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> TermLoss:
         features = student["cls"]
         assert isinstance(features, Tensor)
-        return Measured((features.float() - self.factor(features.detach().float())).square().mean(), {})
+        return TermLoss((features.float() - self.factor(features.detach().float())).square().mean(), {})
 
     def factor(self, features: Tensor) -> Any:
         raise NotImplementedError

@@ -14,9 +14,9 @@ from dino_ds.basics.own_code import allow_code
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import Ramp
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
 from dino_ds.method.specs.base import TermSpec
-from dino_ds.method.specs.ema import EmaSpec
+from dino_ds.method.specs.ours import EmaSpec
 from dino_ds.models.base import patches_of
 
 PATCHES = patches_of("global")
@@ -54,10 +54,10 @@ class VarianceTerm(Term):
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
         return [_variance(teachers[self.teacher][PATCHES]) for teachers in window]
 
-    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> TermLoss:
         variance = _variance(student[PATCHES])
         loss = (variance - targets).square().mean() + F.relu(self.floor - variance).mean()
-        return Measured(loss, {"variance": variance.detach().mean()})
+        return TermLoss(loss, {"variance": variance.detach().mean()})
 
 
 def _variance(patches: Any) -> Tensor:

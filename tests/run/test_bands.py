@@ -13,8 +13,8 @@ import torch
 import dino_ds
 from dino_ds.commands import embed
 from dino_ds.config.loading import load_recipe
-from dino_ds.evals.results import read_results
-from dino_ds.options.model import EmbedOptions
+from dino_ds.evals.tracking import read_results
+from dino_ds.options.definition import EmbedOptions
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
 from tests.run.harness import losses_of, train_tiny

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from dino_ds.config.ds_config import load_ds_config
-from dino_ds.config.ds_values import PerformanceOptions
-from dino_ds.config.loading import load_recipe
-from dino_ds.config.recipe_files import recipe_names
-from dino_ds.config.stages import Given
+from dino_ds.config.ds_schema import PerformanceOptions
+from dino_ds.config.loading import load_recipe, recipe_names
+from dino_ds.config.stages import RecipeRequest
 from dino_ds.errors import UserError
 from dino_ds.method.build import build_network
 from dino_ds.method.frozen import FrozenTeacher
@@ -114,7 +113,7 @@ def test_it_holds_over_a_resume_without_the_source_and_in_the_next_stage(place, 
     of_run, scratch = load_recipe(str(place / "again/config.yaml"), {}), _recipe(None, place, {})
     for before, stage_start, rule in ((of_run, "continue", "frozen"), (scratch, "continue", "reference"),
                                       (of_run, "restart", "frozen"), (scratch, "restart", "frozen")):  # fmt: skip
-        assert Given(None, {"stage_start": stage_start}).applied_to(before).batch_norm == rule
+        assert RecipeRequest(None, {"stage_start": stage_start}).applied_to(before).batch_norm == rule
 
 
 def test_what_trains_is_what_is_exported(place):

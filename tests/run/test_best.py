@@ -18,7 +18,7 @@ from dino_ds.evals import suite
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best
 from dino_ds.report.folder import read_run
-from dino_ds.run.teacher_files import TeacherFiles
+from dino_ds.run.run_folder import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
 from tests.run.harness import (

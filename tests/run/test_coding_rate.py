@@ -6,7 +6,7 @@ import pytest
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
-from dino_ds.health.collapse import NEAR
+from dino_ds.run.reports import NEAR
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
 from tests.run.test_resume import assert_same_checkpoint

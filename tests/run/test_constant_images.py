@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_ds.health.collapse import WINDOWS
-from dino_ds.run.bad_images import constant_images
+from dino_ds.run.reports import WINDOWS, constant_images
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
 

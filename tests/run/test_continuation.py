@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.config.begun_with import own_recipe, path_keys
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import own_recipe, path_keys
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, train_tiny
 

@@ -13,13 +13,13 @@ import torch
 from dino_ds.cli.main import parse, prepare
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import UserError
 from dino_ds.method.build import build_network, build_step
-from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import load
+from dino_ds.weights.start import as_source
 from tests.engine.harness import fp32_student
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY

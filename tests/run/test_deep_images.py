@@ -14,10 +14,10 @@ import dino_ds
 from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.commands import evaluate
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.cutting import EvalCrop
+from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.evals.results import read_results
-from dino_ds.options.model import EvalOptions, PicturesOptions
+from dino_ds.evals.tracking import read_results
+from dino_ds.options.definition import EvalOptions, PicturesOptions
 from dino_ds.report import pictures
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.sidecar import read_sidecar

@@ -14,8 +14,8 @@ import dino_ds
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.data.sources import build_source
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.results import read_results
 from dino_ds.evals.suite import evaluate
+from dino_ds.evals.tracking import read_results
 from dino_ds.weights.load import Backbone
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from dino_ds.basics.durable import append_whole
+from dino_ds.basics.files import append_whole
 from dino_ds.errors import StorageError
-from dino_ds.health.files import append_line
-from dino_ds.health.lock import RunLock
+from dino_ds.health.beat import append_line
+from dino_ds.health.processes import RunLock
 from dino_ds.health.records import Heartbeats
 from dino_ds.run.metrics import RunLog
 from dino_ds.run.train_options import TrainOptions

@@ -13,10 +13,9 @@ import tifffile
 
 import dino_ds
 from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.data.find_range import Stated, with_image_settings
-from dino_ds.data.normalization import Normalization
+from dino_ds.data.normalization import Normalization, Stated, with_image_settings
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.models.build import build_backbone
+from dino_ds.models.foreign import build_backbone
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.frozen import stated_images
 from dino_ds.weights.load import Backbone

@@ -11,7 +11,7 @@ import pytest
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.run.announcement import MOST_KEPT, slow_teachers
-from dino_ds.run.from_recipe import check_lengths
+from dino_ds.run.beginning import check_lengths
 from tests.run.harness import TINY, image_folder, log_of, losses_of, train_alone
 
 GRAM = {"gram.weight": "1", "gram.start": "12 steps"}

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.run.loggers import open_loggers
-from dino_ds.run.metrics import RunLog
+from dino_ds.run.metrics import RunLog, open_loggers
 from tests.run.harness import image_folder, read_metrics, train_tiny
 
 
@@ -138,11 +137,11 @@ def test_what_can_t_be_used_is_refused_before_the_run_begins(root, tmp_path, mon
             said = str(error)
         assert said is not None and message in said
         assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("dino_ds.run.loggers.find_spec", lambda name: name)
-    monkeypatch.setattr("dino_ds.run.loggers._open_wandb", _fails)
+    monkeypatch.setattr("dino_ds.run.metrics.find_spec", lambda name: name)
+    monkeypatch.setattr("dino_ds.run.metrics._open_wandb", _fails)
     with pytest.raises(ConfigError, match="wandb does not start: no key; set it up"):
         open_loggers({"wandb": {"enabled": True}}, tmp_path, "0123456789abcdef")
-    monkeypatch.setattr("dino_ds.run.loggers._open_trackio", _fails)
+    monkeypatch.setattr("dino_ds.run.metrics._open_trackio", _fails)
     loggers, (warning,) = open_loggers({"trackio": {"enabled": True}}, tmp_path, "0123456789abcdef")
     assert not loggers and "trackio does not start: no key; metrics.jsonl has all metrics" in warning
 

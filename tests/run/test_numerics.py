@@ -9,8 +9,8 @@ import os
 import pytest
 import torch
 
-from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm, SpreadAlarm
 from dino_ds.method.step import TrainingStep
+from dino_ds.run.reports import NEAR, NO_KL, WINDOWS, CollapseAlarm, SpreadAlarm
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.run.drawing_parts import drawing

@@ -22,11 +22,11 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
 from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs.base import OF_EVERY_RUN
-from dino_ds.method.specs.of_recipe import teachers_of, terms_of
-from dino_ds.models.build import build_backbone
+from dino_ds.method.specs.own import teachers_of, terms_of
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import ReportOptions
-from dino_ds.report.command import run as report
+from dino_ds.report.single_run import run as report
 from tests.ranks import run_on_ranks
 from tests.run.drawing_parts import drawing
 from tests.run.harness import copy_until, image_folder, log_of, read_metrics, train_tiny, whole_tensors

@@ -8,7 +8,7 @@ import torch
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.preserve import PreserveTerm
-from dino_ds.method.specs.of_recipe import teachers_of, terms_of
+from dino_ds.method.specs.own import teachers_of, terms_of
 from tests.engine.harness import tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.run.harness import copy_until, image_folder, losses_of, read_metrics, train_alone, train_tiny, whole_tensors

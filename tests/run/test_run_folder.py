@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.basics.durable import discard
+from dino_ds.basics.files import discard
 from dino_ds.report.folder import read_run
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, losses_of, train_tiny

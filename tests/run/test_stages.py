@@ -16,8 +16,7 @@ import yaml
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, UserError
 from dino_ds.options.commands import TRAIN
-from dino_ds.options.flags import parse_flags
-from dino_ds.options.reading import read
+from dino_ds.options.flags import parse_flags, read
 from dino_ds.report.folder import read_run
 from dino_ds.report.summary import environment_rows
 from tests.ranks import run_on_ranks

@@ -14,9 +14,8 @@ import pytest
 from dino_ds.evals import linear
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.caller import CallersStopRequests
 from dino_ds.run.metrics import RunLog
-from dino_ds.run.stop import StopRequests
+from dino_ds.run.stop import CallersStopRequests, StopRequests
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.run.harness import (

@@ -7,9 +7,9 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from dino_ds.health.collapse import WINDOWS, CollapseAlarm
 from dino_ds.options.commands import ReportOptions
-from dino_ds.report.command import run as report
+from dino_ds.report.single_run import run as report
+from dino_ds.run.reports import WINDOWS, CollapseAlarm
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
 
 DINOV2 = {

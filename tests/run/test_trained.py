@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.trained import adapters_in
-from dino_ds.run.teacher_files import TeacherFiles
-from dino_ds.weights.find import find_weights
+from dino_ds.run.run_folder import TeacherFiles
+from dino_ds.weights.read import find_weights
 from tests.engine.harness import max_difference
 from tests.ranks import run_on_ranks
 from tests.run.harness import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dino_ds.engine import distributed
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
-from dino_ds.models.build import BACKBONE_CLASSES
+from dino_ds.models.foreign import BACKBONE_CLASSES
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import dino_ds.cli.main as cli
 from dino_ds.basics.own_code import allow_code
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
-from dino_ds.models.build import build_backbone
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone
 from tests.run.harness import TINY

@@ -9,17 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
 from dino_ds.weights.export import export_timm
-from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import load
 from dino_ds.weights.read import read_weights
-from dino_ds.weights.start import flags_for
+from dino_ds.weights.start import as_source, flags_for
 from tests.reference_v2 import from_reference_v2, golden_v2
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.weights.originals import Original
@@ -194,7 +193,7 @@ def test_heads_and_mask_token_of_a_run_by_name(place):
 
 def test_a_head_with_numbers_that_are_none_is_refused(place, monkeypatch):
     bad = whole_tensors(place / "run", 3) | {"teacher.head.mlp.0.bias": torch.full((48,), torch.nan)}
-    monkeypatch.setattr("dino_ds.weights.find.SavedCheckpoint.whole", lambda _: bad)
+    monkeypatch.setattr("dino_ds.weights.read.SavedCheckpoint.whole", lambda _: bad)
     with pytest.raises(CheckpointError, match=r"NaN.*; the backbone alone, without heads, is .*teacher\.safetensors"):
         load(place / "run")
 

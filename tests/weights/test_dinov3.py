@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.build import build_network
@@ -22,9 +22,9 @@ from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_timm
-from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
+from dino_ds.weights.start import as_source
 from tests.sample import sampled
 from tests.weights.originals import assert_same, images
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.own_code import allow_code
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.build import build_network
-from dino_ds.models.build import build_backbone
-from dino_ds.models.head import DinoHead
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.network import Network
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.prototypes import DinoHead
+from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.weights.export import FORMATS
-from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
+from dino_ds.weights.start import as_source
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own

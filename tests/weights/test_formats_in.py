@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dino_ds.errors import CheckpointError
-from dino_ds.models.head import DinoHead
+from dino_ds.models.prototypes import DinoHead
 from dino_ds.weights.load import load
 from dino_ds.weights.read import read_weights
 from tests.reference import product

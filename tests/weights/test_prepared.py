@@ -12,7 +12,7 @@ from PIL import Image
 
 from dino_ds.commands.export import run as export
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.options.model import ExportOptions
+from dino_ds.options.definition import ExportOptions
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import load
 from tests.weights.huggingface import write_native

@@ -14,21 +14,20 @@ from torch import nn
 import dino_ds.cli.main as cli
 from dino_ds.config.crops import FROZEN
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network, build_objective
-from dino_ds.method.build_frozen import build_teacher, find_teacher
-from dino_ds.method.parts import TeacherParts
-from dino_ds.method.specs.distill import FrozenSpec
+from dino_ds.method.frozen import build_teacher, find_teacher
+from dino_ds.method.networks import TeacherParts
+from dino_ds.method.specs.ours import FrozenSpec
 from dino_ds.models.network import Network
 from dino_ds.weights.export import export_safetensors
-from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.start import find_start
+from dino_ds.weights.start import as_source, find_start
 from tests.planning.measure.tiny import DS
 from tests.run.harness import TINY
 from tests.weights.originals import Original, OriginalHead

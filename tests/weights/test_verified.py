@@ -16,13 +16,12 @@ import dino_ds
 from dino_ds.commands.export import run as export
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, UserError, lines_for_people
-from dino_ds.method.build_frozen import find_teacher
-from dino_ds.options.model import ExportOptions, PicturesOptions
+from dino_ds.method.frozen import find_teacher
+from dino_ds.options.definition import ExportOptions, PicturesOptions
 from dino_ds.report.pictures import run as draw_pictures
-from dino_ds.weights.from_source import as_source
 from dino_ds.weights.frozen import find_frozen
 from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
-from dino_ds.weights.start import find_start
+from dino_ds.weights.start import as_source, find_start
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
 
@@ -212,7 +211,7 @@ def _tensors(value):
 @pytest.mark.parametrize("death", range(4))
 def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, monkeypatch, death):
     """Two files can't be replaced in one step: whichever there are, they fit, and the next write is as any other."""
-    import dino_ds.basics.durable as durable
+    import dino_ds.basics.files as durable
 
     path, replace, calls = tmp_path / "a.safetensors", durable.os.replace, itertools.count()
     write_with_sidecar(path, _tensors(1), {"step": 1})

@@ -15,14 +15,13 @@ from torch import nn
 
 import dino_ds
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.models.build import build_backbone
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_timm
-from dino_ds.weights.fit import Description
-from dino_ds.weights.load import Backbone, _filled, load
+from dino_ds.weights.load import Backbone, Description, _filled, load
 from tests.sample import sampled
 from tests.weights.originals import assert_same, images, randomised
 

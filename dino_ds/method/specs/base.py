@@ -14,9 +14,8 @@ from typing_extensions import Self
 
 from dino_ds.config.crops import GLOBAL, CropGroup, Resolution
 from dino_ds.config.fields import Length, Ramp
-from dino_ds.config.model import ModelSection
+from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.sections import CropsSection, DataSection, HeadSection, ObjectiveSection
-from dino_ds.config.teachers import GramSection, TeacherSection
 from dino_ds.engine.schedules import Replacements
 
 OF_EVERY_RUN = frozenset(
@@ -137,8 +136,8 @@ class TermSpec:
         return [], [f"{part}: with another accumulation it is another loss"]
 
     def build(self, parts: Any) -> Any:
-        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.parts.TermParts`; may import torch. A user's
-        class has one; `dino_ds.method.builders` builds our terms."""
+        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.networks.TermParts`; may import torch. A user's
+        class has one; `dino_ds.method.build` builds our terms."""
         raise NotImplementedError
 
 
@@ -177,7 +176,7 @@ class TeacherSpec:
         """Whether the weights come from a file and never change: a checkpoint then holds only their digest."""
         return False
 
-    def without_file(self, recipe: RecipeSections) -> dict[str, Any]:
+    def changes_without_file(self, recipe: RecipeSections) -> dict[str, Any]:
         """Recipe sections, changed for a rehearsal that reads no weights: the teacher then begins like the student."""
         return {}
 
@@ -199,5 +198,5 @@ class TeacherSpec:
 
     def build_teacher(self, parts: Any) -> Any:
         """Build the `dino_ds.method.teacher.Teacher` on this process's device from a
-        `dino_ds.method.parts.TeacherParts`; every rank must call this. As `TermSpec.build`."""
+        `dino_ds.method.networks.TeacherParts`; every rank must call this. As `TermSpec.build`."""
         raise NotImplementedError

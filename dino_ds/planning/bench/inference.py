@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.basics.digits import short
-from dino_ds.engine.device import device
+from dino_ds.basics.formatting import markdown_table, short
+from dino_ds.engine.process import device
 from dino_ds.errors import ConfigError
-from dino_ds.models.build import build_backbone
+from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import backbone_spec
 from dino_ds.options.commands import BenchInferenceOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure.host import clock_name, describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.timing import synchronize, time_interleaved
-from dino_ds.planning.measure.trial import begin
+from dino_ds.planning.measure import begin, clock_name, describe_host, host_line, synchronize, time_interleaved
 from dino_ds.weights.load import Backbone, load
 
 BASELINE = "fp32"

@@ -13,25 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.digits import short
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.basics.formatting import markdown_table, short
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.engine.device import device
-from dino_ds.engine.products import on_amd, products_of_torch
-from dino_ds.method.checks import fitting_levers
+from dino_ds.engine.muon import on_amd, products_of_torch
+from dino_ds.engine.process import device
+from dino_ds.method.build import fitting_levers
 from dino_ds.method.dino import dino_loss
 from dino_ds.method.ibot import ibot_loss
-from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network
-from dino_ds.models.prototypes import Prototypes
+from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
 from dino_ds.options.commands import BenchLadderOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure.host import about, clock_name, heading
-from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.timing import Timing, time_interleaved
-from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_trial, resolve
+from dino_ds.planning.measure import (
+    MEMORY_STEPS,
+    ChildResult,
+    GpuPeak,
+    Timing,
+    Trial,
+    about,
+    begin,
+    build_trial,
+    clock_name,
+    heading,
+    resolve,
+    run_in_child,
+    time_interleaved,
+)
 
 _PLAIN = PerformanceOptions(packed=False, cls_only_last_block=False, channels_last=False)
 _OF_VITS = ("packed crops", "CLS-only last block", "batched stochastic depth")

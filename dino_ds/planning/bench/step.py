@@ -10,32 +10,39 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dino_ds.basics.digits import short
-from dino_ds.basics.durable import check_absent
+from dino_ds.basics.files import check_absent
+from dino_ds.basics.formatting import markdown_table, short
 from dino_ds.basics.own_code import allow_code
 from dino_ds.basics.ranges import PARTS, listen
 from dino_ds.config.ds_config import change_ds_config
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.engine import distributed
-from dino_ds.engine.device import DTYPES, device, memory_gib, release_memory
+from dino_ds.engine.process import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import BenchStepOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure.host import about, clock_name, heading, matmul_tflops
-from dino_ds.planning.measure.memory import MIB, GpuPeak, run_in_child
-from dino_ds.planning.measure.tables import markdown_table
-from dino_ds.planning.measure.timing import PartTimes, Timing, synchronize, time_interleaved
-from dino_ds.planning.measure.trial import (
+from dino_ds.planning.measure import (
     MEMORY_STEPS,
+    MIB,
+    GpuPeak,
+    PartTimes,
+    Timing,
+    about,
     begin,
     build_trial,
+    clock_name,
+    heading,
+    matmul_tflops,
     real_feed,
     resolve,
+    run_in_child,
     run_on_data,
+    synchronize,
+    time_interleaved,
 )
 
 _TRACE, _TRACED, _OPERATORS = "trace.json", 3, 15

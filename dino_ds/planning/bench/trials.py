@@ -17,27 +17,37 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from dino_ds.basics.durable import replace_file
+from dino_ds.basics.files import replace_file
 from dino_ds.basics.ranges import AUGMENTATION, listen
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset
-from dino_ds.data.cutting import cut_crops, largest_shrink
 from dino_ds.data.decode import open_image
-from dino_ds.data.find_range import with_image_settings
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.prefetcher import to_device
+from dino_ds.data.loader import to_device
+from dino_ds.data.multicrop import MultiCrop, cut_crops, largest_shrink
+from dino_ds.data.normalization import with_image_settings
 from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
-from dino_ds.engine.device import device, resident_mib
+from dino_ds.engine.process import device, resident_mib
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.planning.bench.step import trace_steps
 from dino_ds.planning.fit import with_batch
-from dino_ds.planning.measure.host import describe_host
-from dino_ds.planning.measure.memory import ChildFailed, ChildLimits, ChildOutOfMemory, GpuPeak, run_in_child
-from dino_ds.planning.measure.timing import PartTimes, synchronize
-from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, real_feed, resolve, run_on_data
+from dino_ds.planning.measure import (
+    MEMORY_STEPS,
+    ChildFailed,
+    ChildLimits,
+    ChildOutOfMemory,
+    GpuPeak,
+    PartTimes,
+    build_trial,
+    describe_host,
+    real_feed,
+    resolve,
+    run_in_child,
+    run_on_data,
+    synchronize,
+)
 
 ONCE = ("optimizer", "center", "ema")
 """Parts of a step that run once, however many micro-batches it has."""

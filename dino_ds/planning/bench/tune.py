@@ -13,8 +13,8 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.distributed import usable_cores
+from dino_ds.engine.process import device, fp16_supported, memory_gib
 from dino_ds.errors import ConfigError, NotEstimated, OutOfMemory
 from dino_ds.planning.bench.trials import Measurement, Setting, Trials, beats, measure_loader, measure_stages
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins

@@ -17,11 +17,9 @@ from dino_ds.costs.step_costs import model_flops
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions, find_command
-from dino_ds.options.flags import parse_flags
-from dino_ds.options.reading import read
+from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning.bench import inference, ladder, step
-from dino_ds.planning.measure.host import about, heading
-from dino_ds.planning.measure.memory import ChildResult
+from dino_ds.planning.measure import ChildResult, about, heading
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe

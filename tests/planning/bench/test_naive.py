@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.engine.process import init_distributed
 from dino_ds.planning.bench.ladder import all_steps, build_ladder_step, last_exact, why_skipped
 from tests.planning.measure.tiny import tiny_recipe

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from dino_ds.basics.ranges import listen, named_range
-from dino_ds.planning.measure.host import describe_host, host_line, matmul_tflops
-from dino_ds.planning.measure.timing import PartTimes, clock_of, time_interleaved
+from dino_ds.planning.measure import PartTimes, clock_of, describe_host, host_line, matmul_tflops, time_interleaved
 
 CPU = torch.device("cpu")
 

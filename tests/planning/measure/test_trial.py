@@ -12,10 +12,8 @@ import torch
 
 from dino_ds.config.crops import all_crops
 from dino_ds.engine import distributed
-from dino_ds.engine.device import memory_gib, resident_mib
-from dino_ds.engine.process import init_distributed
-from dino_ds.planning.measure.memory import ChildFailed, ChildLimits, ChildOutOfMemory, run_in_child
-from dino_ds.planning.measure.trial import build_trial, resolve
+from dino_ds.engine.process import init_distributed, memory_gib, resident_mib
+from dino_ds.planning.measure import ChildFailed, ChildLimits, ChildOutOfMemory, build_trial, resolve, run_in_child
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import copied
 

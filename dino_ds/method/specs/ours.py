@@ -1,0 +1,375 @@
+"""Specs of EMA teachers: the one that a run exports, and further ones with their own momentum.
+
+Descriptions of the terms that compare a teacher's and the student's prototypes: DINO of crops, iBOT of patches.
+
+Description of SimDINO's term: views of an image agree, and images fill the sphere, without prototypes.
+
+Description of the KoLeo term: CLS features of different images spread apart.
+
+Specs of Gram anchoring: its term, teacher and crops, and the recipes that these refuse.
+
+Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
+
+Specs of a loss term that keeps a run near the weights it starts from, and of the teacher with these weights.
+
+Descriptions of a distillation: the frozen teacher of teacher.source, and the terms that regress its features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from dino_ds.config.crops import EMA, FROZEN, GLOBAL, CropGroup, Resolution
+from dino_ds.config.fields import Length, Ramp
+from dino_ds.config.model import SNAPSHOT, GramSection
+from dino_ds.config.sections import CropsSection, HeadSection, side_problems
+from dino_ds.engine.schedules import Replacements, cosine_schedule
+from dino_ds.method.specs.base import RecipeSections, StepImages, TeacherSpec, TermSpec
+
+DINO, IBOT, LOCAL_WEIGHT = "dino", "ibot", "dino_local"
+"""The names of the two terms, and of the weight of pairs with local crops in the DINO term."""
+HEAD, IBOT_HEAD = "head", "ibot_head"
+ONE = Ramp(1.0)
+
+
+@dataclass(frozen=True)
+class CenteringSpec:
+    """How a teacher's logits become targets: by Sinkhorn-Knopp, or by softmax less a running mean, which checkpoints
+    hold as `name`."""
+
+    sinkhorn: bool
+    momentum: float
+    name: str
+
+
+@dataclass(frozen=True)
+class PrototypeSpec(TermSpec):
+    """A cross-entropy over prototypes: the name and sizes of its head, and the teacher whose logits become targets."""
+
+    head: tuple[str, HeadSection]
+    centering: CenteringSpec
+    student_temp: float
+    teacher: str = EMA
+
+    @property
+    def heads(self) -> Mapping[str, HeadSection]:
+        return dict([self.head])
+
+    def needs_images_together(self, step: StepImages) -> int | None:
+        return step.total if self.centering.sinkhorn else None
+
+    def accumulated(self, step: StepImages) -> tuple[list[str], list[str]]:
+        if not self.centering.sinkhorn:
+            return [], []
+        held = f"{step.accumulation} micro-batches are held at once"
+        return [f"targets are balanced over all {step.total} images of a step; {held}"], []
+
+
+@dataclass(frozen=True)
+class DinoSpec(PrototypeSpec):
+    """The DINO loss; `local_weight` weighs the pairs of crops that the teacher does not see."""
+
+    local_weight: Ramp = ONE
+
+    label: ClassVar[str] = "Loss of DINO"
+
+    @property
+    def weighs_local(self) -> bool:
+        return self.local_weight != ONE
+
+    @property
+    def scheduled(self) -> Mapping[str, Ramp]:
+        return {LOCAL_WEIGHT: self.local_weight}
+
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
+        how, teacher = recipe.objective, recipe.teacher.taught_by
+        if regresses_features(recipe):
+            return FeatureSpec(name, weight, patches=False)
+        centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "center")
+        head = (HEAD, recipe.head)
+        return DinoSpec(name, weight, head, centering, how.student_temp, teacher, how.dino_local_weight)
+
+
+@dataclass(frozen=True)
+class IbotSpec(PrototypeSpec):
+    """The iBOT loss: for each hidden patch the student predicts what the teacher sees there."""
+
+    label: ClassVar[str] = "Masked patches (iBOT)"
+
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
+        how, teacher = recipe.objective, recipe.teacher.taught_by
+        if regresses_features(recipe):
+            return FeatureSpec(name, weight, patches=True)
+        head = (IBOT_HEAD, recipe.ibot_head) if how.ibot_head == "own" else (HEAD, recipe.head)
+        centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "ibot_center")
+        return IbotSpec(name, weight, head, centering, how.student_temp, teacher)
+
+    def problems(self, recipe: RecipeSections) -> list[str]:
+        """Lines for crops without masks, and for BatchNorm, which needs the same number of patches on every rank."""
+        problems = []
+        if recipe.crops.mask == "none":
+            problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
+        name, head = self.head
+        if head.batch_norm:
+            problems.append(f"{name}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
+        return problems
+
+
+@dataclass(frozen=True)
+class CodingRateSpec(TermSpec):
+    """SimDINO's loss on the outputs, of `width` elements, of a linear head on CLS features: their coding rate, and the
+    cosines between the student's crops and those of `teacher`."""
+
+    width: int
+    teacher: str
+
+    label: ClassVar[str] = "Coding rate (SimDINO)"
+
+    def needs_images_together(self, step: StepImages) -> int:
+        return step.together
+
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
+        return CodingRateSpec(name, weight, recipe.head.bottleneck, recipe.teacher.taught_by)
+
+    def problems(self, recipe: RecipeSections) -> list[str]:
+        """A line if the targets are those of a frozen teacher, which has no head like the student's."""
+        if recipe.teacher.distill is None:
+            return []
+        why = "compares the student with its own average, not with a frozen teacher: set one of them 0 or none"
+        return [f"objective.coding_rate_weight with teacher.distill {recipe.teacher.distill} {why}"]
+
+
+@dataclass(frozen=True)
+class KoLeoSpec(TermSpec):
+    """KoLeo among the images of a rank's own micro-batch, or of all ranks'."""
+
+    ranks: Literal["own", "all"] = "own"
+
+    label: ClassVar[str] = "KoLeo, sum over the global crops"
+
+    def needs_images_together(self, step: StepImages) -> int:
+        return step.together if self.ranks == "all" else step.micro_batch
+
+
+GRAM = "gram"
+"""The name of the term, of its teacher and of the crop group that only this teacher sees."""
+
+
+@dataclass(frozen=True)
+class GramSpec(TermSpec):
+    """Gram anchoring: similarities of patches stay those of `teacher`, on the global crops or on its own."""
+
+    teacher: str
+    begin: Length
+
+    label: ClassVar[str] = "Gram anchoring"
+    reads_patches: ClassVar[bool] = True
+
+    @property
+    def start(self) -> Length:
+        return self.begin
+
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
+        gram = recipe.gram
+        teacher = EMA if gram.teacher == EMA else GRAM
+        return GramSpec(name, weight, teacher, gram.start)
+
+    def problems(self, recipe: RecipeSections) -> list[str]:
+        """Lines for crops and replacements that the term's teacher can't have."""
+        if self.teacher != EMA:
+            return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
+        unseen = "gram.teacher ema in a distillation: the EMA teacher sees no crops then"
+        return [] if recipe.teacher.taught_by == EMA else [f"{unseen}; take snapshot, a run or weights"]
+
+
+@dataclass(frozen=True)
+class GramTeacherSpec(TeacherSpec):
+    """Gram anchoring's teacher, if it is not the EMA teacher itself.
+
+    source: "snapshot", or the file of its weights; refreshed: the EMA teacher's weights replace them at intervals.
+    """
+
+    source: str = SNAPSHOT
+    refreshed: bool = False
+
+    label: ClassVar[str] = "Gram teacher"
+
+    @property
+    def of_file(self) -> bool:
+        return self.source != SNAPSHOT and not self.refreshed
+
+    def changes_without_file(self, recipe: RecipeSections) -> dict[str, Any]:
+        return {"gram": recipe.gram.model_copy(update={"teacher": SNAPSHOT})}
+
+    def own_group(self, first: CropGroup, resolution: Resolution) -> CropGroup | None:
+        """The crops of `first` in another size and without colors (DINOv3)."""
+        if resolution.gram_size is None:
+            return None
+        size, seen = resolution.gram_size, (self.name,)
+        group = replace(first, name=GRAM, size=size, teachers=seen, like=first.name)
+        return replace(group, student=False, masked=False, augmented=False)
+
+    def replaced_after(self, recipe: RecipeSections, epoch_steps: int) -> Replacements:
+        gram, batch = recipe.gram, recipe.data.global_batch
+        start, every = (length.in_steps(batch, epoch_steps) for length in (gram.start, gram.refresh_every))
+        return Replacements(start, gram.teacher == SNAPSHOT, every, gram.refreshes)
+
+    def notes(self, recipe: RecipeSections) -> list[str]:
+        if recipe.gram.teacher != SNAPSHOT or recipe.gram.start.value:
+            return []
+        return ["gram.teacher snapshot at gram.start 0 is of a network that has learned nothing yet: give gram.start"]
+
+    @staticmethod
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
+        """The recipe's Gram teacher, if it has one."""
+        gram = recipe.gram
+        if not gram.weight or gram.teacher == EMA:
+            return []
+        sees = () if gram.own_crop_size else (GLOBAL,)
+        return [GramTeacherSpec(GRAM, sees, gram.teacher, gram.refresh_every.value > 0)]
+
+    @staticmethod
+    def problems(recipe: RecipeSections) -> list[str]:
+        """Lines for sizes of the Gram teacher's crops in several resolutions."""
+        several, model = recipe.resolutions if recipe.crops.resolutions else (), recipe.model
+        sides = [(f"crops.resolutions {step}: Gram size", step.gram_size) for step in several if step.gram_size]
+        problems = _size_problems(several, recipe.gram.own_crop_size)
+        return problems + side_problems(sides, model.backbone, model.side_multiple)
+
+
+def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:
+    """The first problem of a resolution: a Gram size without Gram crops, none with them, or one out of range."""
+    for resolution in several:
+        name, size = f"crops.resolutions {resolution}", resolution.gram_size
+        if size and not gram_size:
+            why = "has a Gram size, and Gram anchoring has no crops of its own here"
+            return [f"{name} {why}: set gram.weight and gram.crop_size, or leave out the third number"]
+        if gram_size and not size:
+            why = f"has no Gram size, and gram.crop_size is {gram_size}"
+            return [f"{name} {why}: write GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"]
+        if size and not resolution.global_size <= size <= 2 * resolution.global_size:
+            return [f"{name}: Gram size {size} must be 1 to 2 times the global size {resolution.global_size}"]
+    return []
+
+
+def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
+    """Problems of the Gram teacher's crops; the student's crops have sides that are multiples of `patch`."""
+    size, side = gram.crop_size, crops.global_size
+    if size is None:
+        return []
+    if not side <= size <= 2 * side:
+        return [f"gram.crop_size {size} must be 1 to 2 times crops.global_size {side}: {side} to {2 * side}, or none"]
+    if size % patch and (gram.teacher == SNAPSHOT or gram.refresh_every.value):
+        fitting = " or ".join(str(s) for s in (size // patch * patch, size // patch * patch + patch))
+        return [f"gram.crop_size {size} is not a multiple of the patch size {patch}: use {fitting}"]
+    return []
+
+
+PRESERVE, START = "preserve", "start"
+"""The names of the term and of its teacher."""
+
+
+@dataclass(frozen=True)
+class PreserveSpec(TermSpec):
+    """1 - cosine between features of the student's global crops and those of the weights that it started from."""
+
+    label: ClassVar[str] = "Distance from the start's features"
+
+    def problems(self, recipe: RecipeSections) -> list[str]:
+        """A line if there are no weights to start from, whose features would be kept."""
+        if recipe.model.init_from is not None:
+            return []
+        return ["objective.preserve_weight keeps features of the weights of model.init_from: give that, or set it 0"]
+
+
+@dataclass(frozen=True)
+class StartSpec(TeacherSpec):
+    """The teacher with the weights of model.init_from, which never change."""
+
+    label: ClassVar[str] = "frozen start"
+
+    @property
+    def of_file(self) -> bool:
+        return True
+
+    @staticmethod
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
+        """The recipe's teacher of this kind, if it has one."""
+        return [StartSpec(START)] if recipe.objective.preserve_weight else []
+
+
+def regresses_features(recipe: RecipeSections) -> bool:
+    """Whether the targets are a teacher's features, not its heads' outputs."""
+    return recipe.teacher.source is not None and recipe.teacher.distill == "features"
+
+
+@dataclass(frozen=True)
+class FrozenSpec(TeacherSpec):
+    """The teacher of a file, which is never trained."""
+
+    @property
+    def of_file(self) -> bool:
+        return True
+
+    @staticmethod
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
+        """The frozen teacher of a recipe, if it has one."""
+        return [] if recipe.teacher.source is None else [FrozenSpec(FROZEN)]
+
+    @staticmethod
+    def problems(recipe: RecipeSections) -> list[str]:
+        how = recipe.objective
+        if recipe.teacher.source is not None and not (how.dino_weight or how.ibot_weight):
+            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
+        return []
+
+
+@dataclass(frozen=True)
+class FeatureSpec(TermSpec):
+    """Regression of the student's features to the frozen teacher's on global crops: CLS features, or `patches`."""
+
+    patches: bool
+
+    @property
+    def title(self) -> str:
+        return f"Distillation of {'patches' if self.patches else 'CLS features'}"
+
+    @property
+    def group(self) -> str:
+        return GLOBAL
+
+
+@dataclass(frozen=True)
+class EmaSpec(TeacherSpec):
+    """An exponential moving average of the student; a cosine takes its momentum from `momentum` to `momentum_end`."""
+
+    momentum: float = 0.996
+    momentum_end: float = 1.0
+
+    follows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for momenta outside [0, 1], with which the result is no average."""
+        for name in ("momentum", "momentum_end"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} {value:g} is not between 0 and 1")
+
+    @property
+    def title(self) -> str:
+        return "EMA teacher" if self.name == EMA else super().title
+
+    def momentum_at(self, step: int, steps: int) -> float:
+        return cosine_schedule(step, self.momentum, self.momentum_end, steps)
+
+    @staticmethod
+    def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
+        """The EMA teacher, which every run has; it sees no crops if a frozen teacher is distilled."""
+        teacher = recipe.teacher
+        sees = (GLOBAL,) if teacher.taught_by == EMA else ()
+        return [EmaSpec(EMA, sees, teacher.momentum, teacher.momentum_end)]
