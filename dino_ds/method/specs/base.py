@@ -136,8 +136,8 @@ class TermSpec:
         return [], [f"{part}: with another accumulation it is another loss"]
 
     def build(self, parts: Any) -> Any:
-        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.networks.TermParts`; may import torch. A user's
-        class has one; `dino_ds.method.build` builds our terms."""
+        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.networks.TermParts`; may import torch. A
+        user's class has one; `dino_ds.method.build` builds our terms."""
         raise NotImplementedError
 
 
