@@ -16,6 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from dino_ds.errors import UserError
+from dino_ds.health.beat import Event
+from dino_ds.options.definition import Result
+from tests.printed_commands import commands_in, why_refused
+
 STARTS_RANKS = {
     ("tests.ranks", "run_on_ranks"),
     ("tests.faults.jobs", "start"),
@@ -61,6 +66,34 @@ def _leaves_the_users_folder_as_it_is(users_folder: Path) -> Iterator[None]:
     yield
     os.chdir(users_folder)
     assert sorted(os.listdir(users_folder)) == there, "written into the working folder: take tmp_path"
+
+
+@pytest.fixture(autouse=True)
+def _printed_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command line accepts each command in a result, an error or a line of a log that a test has made."""
+    refused = dict[str, str]()
+
+    def check(*texts: object) -> None:
+        lines = (line for text in texts if isinstance(text, str) for line in commands_in(text))
+        refused.update((line, why) for line in lines if (why := why_refused(line)))
+
+    for shown in (Result, UserError):
+        made = shown.__init__
+
+        def wrapped(self: Any, *texts: Any, _made: Any = made, **more: Any) -> None:
+            _made(self, *texts, **more)
+            check(*texts, *more.get("notes", ()), *getattr(self, "notes", ()))
+
+        monkeypatch.setattr(shown, "__init__", wrapped)
+    made_event = Event.__new__
+
+    def event(cls: type[Event], line: str, *kind: Any, **facts: Any) -> Event:
+        check(line)
+        return made_event(cls, line, *kind, **facts)
+
+    monkeypatch.setattr(Event, "__new__", event)
+    yield
+    assert not refused, "a command that is printed, and refused"
 
 
 def pytest_configure(config: pytest.Config) -> None:

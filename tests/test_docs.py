@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.errors import EXIT_CODES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.flags import parse_flags
+from tests.printed_commands import commands_in, why_refused
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -52,6 +54,31 @@ def test_documented_commands_are_accepted(page, line):
     load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
     if path := flags.fixed.get("ds_config", command.ds_config):
         load_ds_config(str(REPOSITORY / path), flags.ds)
+
+
+def _texts_of_the_program():
+    """Yield (where, text) of the literals of the package, HOLE for what is filled in, and of its files."""
+    for path in (REPOSITORY / "dino_ds").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                for part in node.values:
+                    part.lineno = 0
+                text = "".join(part.value if isinstance(part, ast.Constant) else "HOLE" for part in node.values)
+                yield f"{path}:{node.lineno}", text
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno:
+                yield f"{path}:{node.lineno}", node.value
+    for answers in yaml.safe_load((REPOSITORY / "dino_ds/basics/elsewhere.yaml").read_text()).values():
+        yield from (("elsewhere.yaml", str(answer)) for answer in answers.values())
+
+
+def test_commands_in_the_program_s_texts_are_accepted():
+    """They end at a punctuation mark or the line's end, so that all of it can be typed."""
+    refused = {
+        f"{where}: dino-ds {line}": why_refused(line)
+        for where, text in _texts_of_the_program()
+        for line in commands_in(text)
+    }
+    assert len(refused) > 20 and not {line: why for line, why in refused.items() if why}
 
 
 def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):

@@ -75,9 +75,9 @@ def run(options: CurateOptions) -> Result:
             if options.duplicates is not None or options.draw is not None:
                 ending, content = embedded.listed(np.flatnonzero(listed))
                 (unfinished / f"images{ending}").write_bytes(content)
-                use = "--data.root " if ending == ".txt" else "--data.balance clusters:"
+                key = "data.root" if ending == ".txt" else "data.balance"
                 curated.notes.append(
-                    f"{listed.sum()} of {count} images: {_train(embedded)} {use}{folder / f'images{ending}'}"
+                    f"{listed.sum()} of {count} images: {_train(embedded, key, folder / f'images{ending}')}"
                 )
     except OSError as error:
         raise unwritable(folder, error, "out") from None
@@ -148,18 +148,22 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
     shown = by_size[evenly_spaced_indices(len(by_size), LINES)]
     sheet = [[(row, f"{counts[i]} images") for row in members[i][:COLUMNS].tolist()] for i in shown]
     (folder / "clusters.png").write_bytes(embedded.sheet(sheet))
-    spread = f"{counts.max()} to {counts.min()} images each: {_train(embedded)} --data.balance"
-    curated.notes.append(f"{len(counts)} clusters of {spread} clusters:{curated.folder / 'clusters.csv'}")
+    how = _train(embedded, "data.balance", curated.folder / "clusters.csv")
+    curated.notes.append(f"{len(counts)} clusters of {counts.max()} to {counts.min()} images each: {how}")
     if options.draw is not None:
         curated.listed[:] = False
         curated.listed[kept[draw(levels, options.draw, options.seed)]] = True
     return curated._replace(clusters=clusters)
 
 
-def _train(embedded: Embedded) -> str:
-    """The command that trains as the run whose features these are, if a run made them and is no stage."""
-    recipe = find_model_folder(embedded.about["origin"]["model"]).folder / "config.yaml"
+def _train(embedded: Embedded, key: str, file: Path) -> str:
+    """The command that trains with this file as the run whose features these are, if a run made them and is no stage;
+    data.balance also needs the images."""
+    words, origin = [f"--{key}", f"{'' if key == 'data.root' else 'clusters:'}{file}"], embedded.about["origin"]
+    recipe = find_model_folder(origin["model"]).folder / "config.yaml"
     with suppress(ConfigError):
         if recipe.is_file() and recorded_recipe(recipe).stage_start is None:
-            return f"dino-ds train --config {shlex.quote(str(recipe))}"
-    return "dino-ds train"
+            return shlex.join(["dino-ds", "train", "--config", str(recipe), *words])
+    images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
+    named = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]
+    return shlex.join(["dino-ds", "train", *named, *words])

@@ -167,8 +167,8 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
         rows = _read_rows(path, shape, options.memory_gib)
     except OSError as error:
         raise DataError(
-            f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files that "
-            f"dino-ds embed writes, {path.name} and {beside.name} among them: bring them, or embed again"
+            f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
+            f"dino-ds embed, {path.name} and {beside.name} among them: bring them, or embed again"
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} and {beside.name} are not as embed writes them: {one_line(error)}") from None

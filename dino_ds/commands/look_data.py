@@ -105,7 +105,7 @@ class FactsOf(Dataset[ImageFacts]):
 
 
 def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
-    """Statistics for `dino-ds look-data --json`; sizes are of readable images. Raises DataError if none is readable."""
+    """Statistics for `--json` of look-data; sizes are of readable images. Raises DataError if none is readable."""
     good, bad = [fact for fact in facts if not fact.problem], [fact for fact in facts if fact.problem]
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"

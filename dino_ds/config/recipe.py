@@ -7,7 +7,6 @@ No torch here.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -161,13 +160,11 @@ class Recipe(Section):
 
     def check_count(self, images: int) -> None:
         """Raises DataError for fewer images than a global batch, with the command that adapts settings to them."""
-        batch, source = self.data.global_batch, self.data.source
+        batch = self.data.global_batch
         if images < batch:
-            words = [] if self.data.root is None else [self.data.root]
-            words += [] if source == "folder" else ["--source", source]
             raise DataError(
                 f"{images} images < one global batch of {batch}: set --data.global_batch to {images} or less, or add "
-                f"images; settings for few images: dino-ds advise {shlex.join(words)}"
+                f"images; settings for few images: {self.data.advise_command}"
             )
 
     def check_teacher(self) -> None:

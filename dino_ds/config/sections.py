@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -175,6 +176,12 @@ class DataSection(Section):
     def place(self) -> str:
         """Human-readable place of the images."""
         return ", ".join(self.mixture) or self.root or self.source
+
+    @property
+    def advise_command(self) -> str:
+        """The command that advises on settings for these images."""
+        source = [] if self.source == "folder" else ["--source", self.source]
+        return shlex.join(["dino-ds", "advise", *([] if self.root is None else [self.root]), *source])
 
     @property
     def known_range(self) -> tuple[float, float] | None:

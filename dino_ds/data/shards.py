@@ -142,7 +142,7 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
                 known[f"{os.path.dirname(index.url)}/{shard.name}"] = shard
         return known
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        remedy = "copy it there again from the folder that dino-ds shard made, or remove it"
+        remedy = "copy it there again from the folder of dino-ds shard, or remove it"
         raise DataError(f"{printable(index.url)} is damaged: {remedy}") from None
 
 

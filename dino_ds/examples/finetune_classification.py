@@ -38,7 +38,7 @@ NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers"
 def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Namespace:
     """Read the command line and seed torch's random numbers. names: more options; numbers: more with default values."""
     options = argparse.ArgumentParser()
-    options.add_argument("model", type=Path, help="a folder of dino-ds export --format timm")
+    options.add_argument("model", type=Path, help="a folder of dino-ds export RUN --format timm")
     for name in ("train", "test", "out", *names):
         options.add_argument(f"--{name}", required=True)
     for name, default in {**NUMBERS, **numbers}.items():
@@ -47,7 +47,7 @@ def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Names
     options.add_argument("--random", action="store_true", help="start without the weights, to compare")
     args = options.parse_args(argv)
     if not (args.model / "config.json").is_file():
-        options.error(f"{args.model} has no config.json: give a folder of dino-ds export --format timm")
+        options.error(f"{args.model} has no config.json: give a folder of dino-ds export RUN --format timm")
     channels = json.loads((args.model / "config.json").read_text())["pretrained_cfg"]["input_size"][0]
     if channels != 3:
         options.error(f"{args.model} is for images of {channels} channels, and open_upright reads RGB: change it")

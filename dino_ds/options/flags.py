@@ -218,11 +218,12 @@ def _plain(name: str, value: Any) -> Any:
 
 def check_required(command: Command, flags: Flags) -> None:
     """Raises ConfigError for an option that has no default and was not given."""
-    for option in command.own_options:
-        if option.info.is_required() and option.name not in flags.fixed:
-            words = f"dino-ds {command.name} {' '.join(command.bare).upper()}"
-            how = words if option.fact("bare") else f"--{option.name} X"
-            raise ConfigError(f"no {option.name} is given: {how}, {meaning(option)}")
+    wanted = [option for option in command.own_options if option.info.is_required()]
+    for option in wanted:
+        if option.name not in flags.fixed:
+            named = [f"--{other.name} {[*other.choices, 'X'][0]}" for other in wanted if not other.fact("bare")]
+            usage = " ".join(["dino-ds", command.name, *(word.upper() for word in command.bare), *named])
+            raise ConfigError(f"no {option.name} is given: {usage}, {meaning(option)}")
 
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:

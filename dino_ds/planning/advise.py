@@ -72,7 +72,7 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
     )
     most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
     sides, channels, types, stacks = list[int](), Counter[int](), set[str](), list[str]()
-    unreadable = looked_at = 0
+    unreadable, looked_at = list[str](), 0
     chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
     prepare_images(source, chosen[:_LEAST_SAMPLE])
     for index in chosen:
@@ -80,8 +80,8 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         try:
             image = open_image(source, index, most)
             types.add(image.values().dtype.name)
-        except UnreadableImage:
-            unreadable += 1
+        except UnreadableImage as error:
+            unreadable.append(str(error))
         else:
             sides.append(min(image.width, image.height))
             channels[image.channels] += 1
@@ -89,11 +89,11 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
             break
     if not sides:
-        raise DataError(f"none of the {looked_at} images looked at can be read: dino-ds look-data says why")
+        raise DataError(f"none of the {looked_at} images looked at can be read, such as {unreadable[0]}")
     return {
         "images": len(source),
         "looked_at": looked_at,
-        "unreadable": unreadable,
+        "unreadable": len(unreadable),
         "classes": None if source.classes is None else len(source.classes),
         "channels": channels.most_common(1)[0][0],
         "types": sorted(types),
@@ -123,14 +123,14 @@ def _notes(facts: Situation, images: Mapping[str, Any], options: AdviseOptions) 
         )
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
+    channels = "" if facts.has_color else f" --model.in_chans {facts.channels}"
+    look = "dino-ds look-data " + _images(options, "data.") + channels
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
-        yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
+        yield f"{share:.1%} of the images can't be read: above 1 % the run stops; which ones: {look}"
     if images["types"] != ["uint8"] or not facts.has_color:
-        channels = "" if facts.has_color else f" --model.in_chans {facts.channels}"
         values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
-        named = _images(options, "data.")
-        yield f"{values}: the run finds their range and mean, which this shows\n  dino-ds look-data {named}{channels}"
+        yield f"{values}: the run finds their range and mean, which this shows\n  {look}"
     yield "if it does not learn: docs/your-data.md"
 
 

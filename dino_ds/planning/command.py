@@ -180,7 +180,7 @@ def page(result: Mapping[str, Any]) -> str:
         *[f"warning: {line}" for line in result["warnings"]],
         *[f"note: {line}" for line in result["notes"]],
     ]
-    lines.append("note: dino-ds bench tune measures on the machine itself what is predicted here")
+    lines.append("note: measured on the machine itself, not predicted: dino-ds bench tune")
     if result["written"]:
         lines.append(f"written: {result['written']}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`dino-ds doctor --hostfile`: whether the machines of a hostfile can train together.
+"""`dino-ds doctor --hostfile HOSTS`: whether the machines of a hostfile can train together.
 
 As a program it examines its machine: question and answer are JSON on its pipes, which no remote shell reads.
 """

@@ -58,6 +58,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
 
 def make_finding(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
     """Judge whether the run has learned something: return good, odd or bad, and a sentence that says what to do."""
+    path = shlex.quote(str(run.path))
     if run.metrics["collapsed"].last == 1:
         return "bad", (
             "Collapsed: the features of all images are alike. Start again with a smaller --optimizer.lr or a longer "
@@ -66,13 +67,13 @@ def make_finding(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str
     if knn is None:
         return "odd", (
             "Whether it has learned is not known: no labeled images were held out (--eval.val_share 0.1, of class "
-            f"folders). For this run: dino-ds eval {run.path} --root TRAIN --test_root TEST."
+            f"folders). For this run: dino-ds eval {path} --root TRAIN --test_root TEST."
         )
     shared = next((e.about.get(SHARED, 0) for e in run.evaluations if e.name == "knn"), 0)
     if shared >= MOST_SHARED:
         return "odd", (
             f"Whether it has learned is not known: {shared:.0%} of the test images looked at are training images too "
-            f"(--eval.root). For this run: dino-ds eval {run.path} --root TRAIN --test_root TEST, with other images."
+            f"(--eval.root). For this run: dino-ds eval {path} --root TRAIN --test_root TEST, with other images."
         )
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
     start = knn.get("untrained", knn.get("start"))
@@ -86,7 +87,7 @@ def make_finding(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str
     if knn["teacher"] < knn["best"] - max(noise, _FALL * (knn["best"] - bar)):
         step, best = f"{knn['best_step']:,}", percent(knn["best"])
         remedy = (
-            f"take that teacher: dino-ds embed {run.path}/best_teacher.safetensors"
+            f"take that teacher: dino-ds embed {path}/best_teacher.safetensors --out features.npy"
             if run.best
             else "next time keep the best: --eval.keep_best knn"
         )

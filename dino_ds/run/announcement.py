@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def announce(
 ) -> None:
     """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
     run was built."""
-    recipe, config, device = folder.recipe, folder.config, run.step.engine.device
-    steps, batch = run.step.schedules.steps, recipe.data.global_batch
+    recipe, config, device, data = folder.recipe, folder.config, run.step.engine.device, folder.recipe.data
+    steps, batch = run.step.schedules.steps, data.global_batch
     own_steps = steps - _first_step(folder)
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given_batch)
@@ -49,7 +50,11 @@ def announce(
         shown.append(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
     shown += [
         f"warning  {text}"
-        for text in [*few_images(run.options.images, own_steps * batch), *alone, *slow_teachers(recipe, steps)]
+        for text in [
+            *few_images(run.options.images, own_steps * batch, data.advise_command),
+            *alone,
+            *slow_teachers(recipe, steps),
+        ]
     ]
     texts = [*notes, *balanced]
     room = max(0, _MOST_LINES - len(shown))
@@ -135,10 +140,11 @@ def unused_classes(recipe: Recipe, source: Source) -> list[str]:
     return [f"{classes} class folders: --eval.val_share 0.1 holds a tenth of the images out, and measures k-NN on them"]
 
 
-def few_images(images: int, shown: int) -> list[str]:
-    """Return warnings about too few `images`, and about images shown too often; shown: images of all steps."""
+def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
+    """Return warnings about too few `images`, and about images shown too often; shown: images of all steps; advise: the
+    command that says what else to do."""
     most = MOST_PASSES * images
-    few = f"{images} images are few (LightlyTrain recommends several thousand): dino-ds advise says what else to do"
+    few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
     often = (
         f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {MOST_PASSES:,} at most: "
         f'--length "{most} images"'
@@ -179,7 +185,7 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
         f"teacher  {path / 'teacher.safetensors'}; {how}",
         *(evaluations.ending(path, cut) if evaluations else []),
         *([f"picture  {picture}"] if picture else []),
-        f"report   dino-ds report {path} writes {path / 'report.html'}: curves, evaluations and pictures on one page",
+        f"report   dino-ds report {shlex.quote(str(path))} (curves, evaluations and pictures: {path / 'report.html'})",
     ]
 
 

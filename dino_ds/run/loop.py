@@ -112,8 +112,10 @@ class Loop:
         last = done == run.options.last_step
         if last or done % run.options.log_every == 0:
             self._reports.write(out)
-        elif done == 1:
-            self._reports.images.report_unreadable()
+        else:
+            self._reports.foretell()
+            if done == 1:
+                self._reports.images.report_unreadable()
         stop = run.step.flags.count("stop") > 0 and not last
         evaluate = run.evaluations is not None and run.evaluations.due(done, last) and not stop
         if evaluate:

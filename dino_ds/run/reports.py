@@ -240,6 +240,8 @@ def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
     return math.ceil(expected + _DEVIATIONS * math.sqrt(expected * (1 - sampled / images)))
 
 
+_SOON = 5.0
+"""Seconds of training after which the log says how long the run will take."""
 _LONG_WAIT = 0.1
 """Share of the time spent waiting for data above which the step line states it."""
 
@@ -258,6 +260,8 @@ class Reports:
         self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
         self._began = 0.0, 0
+        self._after_first: tuple[float, int] | None = None
+        self._foretold = False
         self._newest: MicroStep | None = None
         """Of steps without a line of metrics."""
         self._said_constant = self._said_wait = False
@@ -279,6 +283,21 @@ class Reports:
         self._newest = micro
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
         self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
+
+    def foretell(self) -> None:
+        """Say once, seconds after the first step, how long the run will take, if that is a minute or more, and how to
+        train for a quarter of it. Until then call this after each step."""
+        run, done, now = self._run, self._run.step.applied_steps, time.monotonic()
+        self._after_first = self._after_first or (now, done)  # the first step takes longer than others
+        seconds, steps = now - self._after_first[0], done - self._after_first[1]
+        if self._foretold or seconds < _SOON:
+            return
+        self._foretold, left = True, (run.options.last_step - done) * seconds / steps
+        images = run.options.last_step * run.options.global_batch // 4
+        is_whole = self._began[1] == 0 and run.options.last_step == run.step.schedules.steps
+        shorter = f'; a quarter of it: a new run with --length "{images} images"' if is_whole else ""
+        if left > 60:
+            self._log.info(f"time     about {_duration(left)} left{shorter}")
 
     def write(self, out: MicroStep) -> None:
         """Write a step's line of metrics, and the alarms that it raises."""
@@ -353,6 +372,7 @@ class Reports:
         left = f"about {_duration((run.options.last_step - record['step']) * seconds / steps)} left"
         line = f"step {record['step']}/{run.options.last_step}  {short}, {left}"
         self._log.info(Event(line, "step", step=record["step"]))
+        self._foretold = True
 
 
 def _read_host() -> dict[str, float]:

@@ -122,7 +122,7 @@ def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Facts on the network from config.json of a timm folder (timm's own, or by `dino-ds export --format timm`)."""
+    """Facts on the network from config.json of a timm folder (timm's own, or by `dino-ds export RUN --format timm`)."""
     name, arguments = config["architecture"], config.get("model_args")
     heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
     if heads is None and name in VITS:

@@ -284,7 +284,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("bench stp", "'bench' is not a command: dino-ds --help lists them."),
         ("--config x", "'--config' is not a command"),
         ("shard --ds.fp16.enabled true", "--ds.fp16.enabled: unknown option."),
-        ("shard --root a", "no out is given: --out X, folder of the shards"),
+        ("shard --root a", "no out is given: dino-ds shard --root X --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value"),
         ("train small", "'small' has no option before it: write --data.root small, or --config small"),
         ("train {imgs} --data.root b", "--data.root is given twice: 'b' and '{imgs}'"),
@@ -294,7 +294,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("export a {imgs} --format timm", "unexpected '{imgs}': options are written --key value"),
         ("eval a --model b", "--model is given twice: 'a' and 'b'"),
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
-        ("export a", "no format is given: --format X, one of: safetensors, timm"),
+        ("export a", "no format is given: dino-ds export MODEL --format safetensors, one of: safetensors, timm"),
         ("export a --format onxx", "--format: 'onxx' is not one of safetensors, timm."),
     ],
 )

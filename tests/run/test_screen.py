@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -118,3 +119,25 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
         time.sleep(0.15)  # tqdm draws ten times a second
     log.close()
     assert "25 %|" in screen.getvalue() and "| 4/8 " in screen.getvalue() and screen.getvalue().endswith("\r")
+
+
+def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypatch):
+    """Once, and not if that is less than a minute; a resumed run is not told how to train for a quarter."""
+    from dino_ds.run import reports
+
+    def said(first: int, last: int) -> list[str]:
+        lines, now = [], [0.0]
+        step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last))
+        options = SimpleNamespace(last_step=last, global_batch=8)
+        monkeypatch.setattr(reports.time, "monotonic", lambda: now[0])
+        of_run = object.__new__(reports.Reports)
+        of_run._run, of_run._log = SimpleNamespace(step=step, options=options), SimpleNamespace(info=lines.append)
+        of_run._began, of_run._after_first, of_run._foretold = (0.0, first), None, False
+        for _ in range(20):  # the first step takes 21 s, all others 1
+            step.applied_steps, now[0] = step.applied_steps + 1, now[0] + (21 if now[0] == 0 else 1)
+            of_run.foretell()
+        return lines
+
+    assert said(0, 206) == ['time     about 3.3 min left; a quarter of it: a new run with --length "412 images"']
+    assert said(100, 306) == ["time     about 3.3 min left"]
+    assert said(0, 60) == []
