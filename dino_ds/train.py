@@ -197,7 +197,7 @@ def _build(
     check_start(recipe)
     check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))
     step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
-    notes += _describe_start(begin, step, recipe)
+    notes += [*step.engine.config.notes, *_describe_start(begin, step, recipe)]
 
     # What is saved, and what is loaded.
     teacher = distilled(step.teachers)

@@ -60,6 +60,7 @@ class PerformanceOptions:
     teacher_copy: Bool | None = option(
         None, "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 5e8 weights)"
     )
+    fast_paths: Bool = option(True, "false: plain operators in place of fused, compiled and TF32 ones (GPU)")
     deterministic: Bool = option(False, "kernels that add up in the same order in every run (GPU; slower)")
 
 
@@ -110,6 +111,8 @@ def offloads_weights(zero: dict[str, Any]) -> bool:
     return bool(zero.get("offload_param", {}).get("device", "none") != "none")
 
 
+ORTHOGONALIZED_ELEMENTS = 2**25
+"""Elements of matrices that Muon orthogonalizes at a time: bounds its scratch memory to about 0.5 GiB."""
 COMMUNICATES_IN_STEP = {
     "lars": ("the norm of a layer is summed over ranks", "sgd"),
     "muon": ("ranks exchange slices of matrices", "adamw"),

@@ -6,13 +6,14 @@ part is arithmetic. Tests compare both with the tensors of a DeepSpeed engine an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_schema import DsConfig, offloads_optimizer, offloads_weights
+from dino_ds.config.ds_schema import ORTHOGONALIZED_ELEMENTS, DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts
+from dino_ds.costs.step_costs import StepCosts, StudentFacts, step_costs, student_facts
 from dino_ds.method.specs.own import teachers_of
 
 GIB = 2**30
@@ -62,7 +63,7 @@ def estimate_memory(
     # Stage 1 reduces after the backward pass; on a CPU, buckets take no memory before they are written.
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
     whole = _gradient_element(config) * total if late else gradients
-    scratch = _optimizer_scratch(facts.groups, config, world_size, on_gpu)
+    scratch = _optimizer_scratch(facts, config, world_size, on_gpu)
     of_stage3 = buckets if config.stage == 3 else 0
     at_end = {"gradients": gradients + scratch, "buckets": of_stage3, "targets": round(costs.held)}
     window = config.accumulation if facts.whole_step else 1
@@ -191,16 +192,28 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
     return element_bytes(config) * min(sharded, live)
 
 
-def _optimizer_scratch(groups: Sequence[tuple[str, int]], config: DsConfig, world_size: int, on_gpu: bool) -> int:
+def _optimizer_scratch(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> int:
     """Bytes of DeepSpeed's flat copy of the largest group's gradients and of its FP32 cast; or of Muon's tensors."""
-    orthogonalized = max((elements for kind, elements in groups if kind == "muon"), default=0)
-    # The updates, four matrices for each in a batch, and the tensors that ranks exchange.
-    of_muon = 5 * orthogonalized if config.stage == 0 else (5 + 2 * (world_size > 1)) * orthogonalized // world_size
+    orthogonalized = max((_muon_elements(group, config.stage > 0, world_size) for group in facts.matrices), default=0)
     if config.stage == 0 or (on_gpu and offloads_optimizer(config.raw["zero_optimization"])):
-        return _FP32 * of_muon
+        return _FP32 * orthogonalized
     element = _gradient_element(config)
-    flat = max(elements for _, elements in groups) * (element + (_FP32 if element < _FP32 else 0)) // world_size
-    return max(flat, _FP32 * (orthogonalized // world_size + of_muon))
+    flat = max(elements for _, elements in facts.groups) * (element + (_FP32 if element < _FP32 else 0)) // world_size
+    return max(flat, _FP32 * orthogonalized)
+
+
+def _muon_elements(group: Sequence[tuple[int, int, int]], sharded: bool, ranks: int) -> int:
+    """Most elements that Muon takes at once for a group of `StudentFacts.matrices`, with a shard's flat gradient."""
+    numbers = Counter[tuple[int, int]]()
+    for rows, columns, number in group:
+        numbers[rows, columns] += number
+    batch = 0
+    for (rows, columns), number in numbers.items():
+        at_once = min(-(-number // ranks), max(1, ORTHOGONALIZED_ELEMENTS // (rows * columns)))
+        batch = max(batch, 2 * at_once * rows * (rows + columns))  # two of the matrices, and two of their squares
+    updates = sum(rows * columns * number for rows, columns, number in group) // (ranks if sharded else 1)
+    exchanged = updates if sharded and ranks > 1 else 0  # slices arrive, are joined, and go back by a second exchange
+    return updates * (1 + sharded) + 2 * exchanged + max(batch, 2 * exchanged)
 
 
 def _gradient_element(config: DsConfig) -> int:

@@ -27,6 +27,7 @@ from dino_ds.costs.settings import RehearsalSettings, frozen_spec
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
+from dino_ds.engine.muon import matrices_of
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import DTYPES
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
@@ -48,6 +49,7 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
         objective = build_objective(recipe, _CPU, _frozen(recipe))
     network = build_meta(recipe, PerformanceOptions(), objective.queries, objective.student_features())
     groups = parameter_groups(network, optimizer_options(recipe.optimizer))
+    blocks, name_of = matrices_of(network), {p: name for name, p in network.named_parameters()}
     modules = dict(network.named_modules())
     sizes = {name: p.numel() for name, p in network.named_parameters()}
     return {
@@ -55,6 +57,11 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
         "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
         "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
         "groups": [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups],
+        "matrices": [
+            [(*sorted((len(p) // blocks[name_of[p]], p[0].numel())), blocks[name_of[p]]) for p in group["params"]]
+            for group in groups
+            if group["kind"] == "muon"
+        ],
         "statistics": [statistic.value.numel() for statistic in objective.statistics.values()],
         "whole_step": objective.whole_step,
     }

@@ -35,6 +35,7 @@ class RehearsalSettings:
             compile="off",
             deterministic=False,
             teacher_copy=False,
+            fast_paths=True,
         )
         return RehearsalSettings(config.precision, config.checkpoint_blocks, performance, config.accumulation)
 

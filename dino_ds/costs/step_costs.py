@@ -158,6 +158,7 @@ class StudentFacts:
     frozen: names of weights that are never trained.
     cast: names of weights that a low-precision teacher copies.
     groups: (kind of optimizer, elements) of each parameter group.
+    matrices: (rows, columns, number) of the matrices that Muon orthogonalizes, by parameter group; rows <= columns.
     statistics: elements of each running mean of the objective.
     whole_step: whether targets depend on all micro-batches.
     """
@@ -166,6 +167,7 @@ class StudentFacts:
     frozen: frozenset[str]
     cast: frozenset[str]
     groups: tuple[tuple[str, int], ...]
+    matrices: tuple[tuple[tuple[int, int, int], ...], ...]
     statistics: tuple[int, ...]
     whole_step: bool
 
@@ -173,6 +175,12 @@ class StudentFacts:
     def trained(self) -> dict[str, int]:
         """The `sizes` of the weights that are trained."""
         return {name: size for name, size in self.sizes.items() if name not in self.frozen}
+
+    @property
+    def optimizer_flops(self) -> float:
+        """FLOPs of the matrix products of Muon's step, which the ranks share; 0 for other optimizers."""
+        every = (matrix for group in self.matrices for matrix in group)
+        return 5.0 * sum(n * (4 * rows**2 * columns + 2 * rows**3) for rows, columns, n in every)
 
 
 @functools.cache

@@ -42,7 +42,6 @@ from dino_ds.data.feed import Batch, Position
 from dino_ds.data.images import Source
 from dino_ds.data.masks import Draws, draws_in
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import find_kernels
 from dino_ds.errors import DataError
 
 
@@ -57,8 +56,6 @@ class DevicePrefetcher:
         self._loader, self._device = loader, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: Batch | DataError | None = None
-        self._notes: list[str] = []
-        self._first = True
 
     def __iter__(self) -> DevicePrefetcher:
         return self
@@ -89,8 +86,8 @@ class DevicePrefetcher:
             self._next = error
 
     def take_notes(self) -> list[str]:
-        """Log lines of the loader and of the augmentation since the last call."""
-        notes, self._loader.notes, self._notes = self._loader.notes + self._notes, [], []
+        """Log lines of the loader since the last call."""
+        notes, self._loader.notes = self._loader.notes, []
         return notes
 
     def close(self) -> None:
@@ -100,16 +97,7 @@ class DevicePrefetcher:
 
     def _to_device(self, batch: LoaderBatch) -> Batch:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            ready = to_device(batch, self._device)
-        if self._first and batch.params:
-            reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.crops.values()]
-            if any(reasons):
-                self._notes.append(
-                    "augmentation takes some 490 launches a batch, not 8: the fused kernels don't run here "
-                    f"({next(filter(None, reasons))})"
-                )
-        self._first = False
-        return ready
+            return to_device(batch, self._device)
 
 
 def to_device(batch: LoaderBatch, device: torch.device) -> Batch:

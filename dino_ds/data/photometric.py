@@ -9,13 +9,13 @@ launches per crop size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.basics.fast_paths import TAKEN
 from dino_ds.data.multicrop import (
     BLUR_REACH,
     FLIP,
@@ -32,7 +32,6 @@ _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """Columns that are 0 for a crop without the operation; hue has one in each jitter slot."""
 _CACHED_PIXELS = 4 * 224**2
 """Pixels that are augmented at once on a CPU: 2.4 MB in FP32."""
-_KERNEL_TOLERANCE = 1e-4
 
 Kernels = Callable[[Tensor, Tensor, float, Tensor, Tensor], None]
 
@@ -51,34 +50,17 @@ def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tens
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
     sizes = [len(piece.table) for piece in params]
-    kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
     for some, piece, part in zip(crops.split(sizes), params, out.split(sizes), strict=True):
-        if kernels:
-            kernels(some, piece.there, _scale(some), normalize, part)
+        if crops.is_cuda and "augmentation" in TAKEN:
+            from dino_ds.data import photometric_triton
+
+            photometric_triton.augment(some, piece.there, _scale(some), normalize, part)
         else:
             _augment(some, piece, _scale(some), normalize, part)
     return out
 
 
-@cache
-def find_kernels(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Kernels | None, str]:
-    """The fused kernels if they run on `device` and agree with `_augment` on crops (h, w, c); else None and the reason,
-    which is empty on devices other than CUDA.
-    """
-    if device.type != "cuda":
-        return None, ""
-    try:
-        from dino_ds.data import photometric_triton
-
-        difference = _difference(photometric_triton.augment, device, dtype, shape)
-    except Exception as error:  # Triton, a C compiler, a writable cache: whatever a machine lacks
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
-    if not difference <= _KERNEL_TOLERANCE:
-        return None, f"results differ by {difference:.1e}"
-    return photometric_triton.augment, ""
-
-
-def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
+def kernel_difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
     """Largest difference between results of the kernels and of `_augment` on a CPU; waits for the device."""
     first = (("brightness", 0.7), ("contrast", 1.3), ("saturation", 0.8), ("hue", -0.08))
     second = (("hue", 0.1), ("saturation", 1.2), ("contrast", 0.6), ("brightness", 1.4))

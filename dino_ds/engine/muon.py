@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dino_ds.config.ds_schema import ORTHOGONALIZED_ELEMENTS
 from dino_ds.models.prototypes import tf32
 
 _LEAST = 2**19
@@ -95,8 +96,6 @@ _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
 _RMS = 0.2
 """Root mean square of AdamW's updates of a matrix."""
-_BATCH_ELEMENTS = 2**25
-"""Elements of matrices that are orthogonalized at a time: bounds the scratch memory to about 0.5 GiB."""
 
 
 class Matrix(NamedTuple):
@@ -308,7 +307,7 @@ def _orthogonalize(sources: Sequence[Tensor], targets: Sequence[Tensor], matrice
             batches.setdefault((short, long), []).append((block, update, len(block) > short))
     for (short, long), blocks in batches.items():
         blocks.sort(key=lambda block: block[2])
-        at_once = max(1, _BATCH_ELEMENTS // (short * long))
+        at_once = max(1, ORTHOGONALIZED_ELEMENTS // (short * long))
         for i in range(0, len(blocks), at_once):
             some = blocks[i : i + at_once]
             lying = sum(not tall for _, _, tall in some)

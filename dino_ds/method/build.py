@@ -36,6 +36,7 @@ from dino_ds.method import ema, gram, preserve
 from dino_ds.method import frozen as build_frozen
 from dino_ds.method.coding_rate import build_coding_rate
 from dino_ds.method.dino import build_dino
+from dino_ds.method.fast_paths import Case, settle
 from dino_ds.method.frozen import begin_centers, find_teacher
 from dino_ds.method.gram import build_gram
 from dino_ds.method.ibot import build_ibot
@@ -260,6 +261,7 @@ def build_step(
         set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
     frozen = find_teacher(recipe)
     objective = build_objective(recipe, device(), frozen)
+    config = settle(Case(recipe, config, device(), functools.partial(build_network, objective=objective)))
     network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
         # By segments, so that the engine finds plain modules; before the engine, so that its hooks are not compiled.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dino_ds.basics.fast_paths import TAKEN
 from dino_ds.basics.ranges import device_kind, rehearsing
-from dino_ds.errors import one_line
 
-_TOLERANCE = 1e-5
 _LEAST_BYTES = 16 * 2**20
 """Size from which functions of a tensor inside a block are fused. A fused call takes 25 microseconds of the host, three
 plain operators take 6; fusing saves the GPU two passes over the tensor, which take as long at 3 TB/s. With a small
@@ -88,13 +86,12 @@ def fused(kernels: int, **passes: float) -> Callable[[Callable[..., Any]], Fused
 
 
 def fuses(of: Tensor) -> bool:
-    """Whether to fuse functions of tensors on the device of `of`: on a GPU where that works, but not with deterministic
+    """Whether to fuse functions of tensors on the device of `of`: on a GPU that trains, but not with deterministic
     algorithms, as kernels are chosen by timing them, nor inside `uncompiled`."""
     if rehearsing():
         return device_kind(of.device.type) == "cuda"
-    if _uncompiled:
-        return False
-    return of.is_cuda and not torch.are_deterministic_algorithms_enabled() and not why_not_fused(of.device)
+    taken = "fused" in TAKEN and not _uncompiled
+    return taken and of.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 def fuses_in_block(of: Tensor) -> bool:
@@ -132,29 +129,6 @@ def uncompiled() -> Iterator[None]:
             yield
     finally:
         _uncompiled.pop()
-
-
-@functools.cache
-def why_not_fused(device: torch.device) -> str:
-    """Why a GPU can't compile functions or its results are wrong, which is also warned of; "" if it can."""
-    why = _difference(device)
-    if why:
-        warnings.warn(f"the step takes a GPU's plain operators, which is slower: {why}", stacklevel=2)
-    return why
-
-
-def _difference(device: torch.device) -> str:
-    rows = torch.randn(64, 4099, generator=torch.Generator().manual_seed(0))
-
-    def function(x: Tensor) -> Tensor:
-        return (x - log_sum_exp(x)).exp().sum(dim=0)
-
-    try:
-        result = torch.compile(function)(rows.to(device)).cpu()
-    except Exception as error:  # Triton, a C compiler, a writable cache: whatever a machine lacks
-        return one_line(error)
-    difference = (result - function(rows)).abs().max().item()
-    return "" if difference <= _TOLERANCE else f"results differ by {difference:.1e}"
 
 
 def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:

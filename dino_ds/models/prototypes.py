@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dino_ds.basics.fast_paths import TAKEN
 from dino_ds.basics.ranges import device_kind, rehearsing
 from dino_ds.models.base import init_weights
 from dino_ds.models.batch_norm import use_own_batch_norm
@@ -122,7 +123,7 @@ def tf32(wanted: bool) -> Iterator[None]:
     Not set elsewhere: the switch is the whole process's, evaluations need FP32, and compilers of some versions of torch
     read it by its older name, which raises an error while the new name has set it (pytorch issue 166387).
     """
-    if not wanted:
+    if not (wanted and "tf32" in TAKEN):
         yield
         return
     matmul = torch.backends.cuda.matmul

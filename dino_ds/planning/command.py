@@ -108,6 +108,7 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
     largest = largest_micro_batch(recipe, ds, path, world, cluster.gpu.memory_gib)
     notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
     flops = sum(mean_flops(recipe, config, on_gpu=True).values()) * config.accumulation
+    flops += student_facts(recipe).optimizer_flops / world
     by_epochs = recipe.length.unit == "epochs"
     steps = -(-_IMAGES // batch) if by_epochs else recipe.length.in_steps(batch, 1)
     work = f"{_IMAGES:,} images" if by_epochs else f"length {recipe.length}"

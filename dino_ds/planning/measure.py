@@ -46,7 +46,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import DevicePrefetcher
-from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.normalization import with_image_settings
 from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
@@ -54,6 +53,7 @@ from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.process import device, fp16_supported, init_distributed
 from dino_ds.errors import ConfigError, UserError, is_out_of_memory, one_line
 from dino_ds.method.build import build_prefetcher, build_step
+from dino_ds.method.fast_paths import synthetic_inputs
 from dino_ds.method.specs.own import heads_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.drop_path import sample_keys
@@ -313,22 +313,6 @@ def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     step = build_step(recipe, config, EPOCH_STEPS)
     step.restore(step.state(), max(step.schedules.warmup_steps, step.schedules.freeze_steps + 1))
     return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
-
-
-def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
-    """A micro-batch of normal noise, different on each rank, with masks drawn as the recipe says."""
-    first = distributed.rank() * images
-    keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
-    generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
-    channels = recipe.model.in_chans
-    crops = {
-        group.name: [
-            torch.randn(images, channels, group.size, group.size, device=device, generator=generator)
-            for _ in range(group.count)
-        ]
-        for group in recipe.groups
-    }
-    return Inputs(crops, keys, synthetic_masks(recipe, images, device))
 
 
 MIB = 2**20

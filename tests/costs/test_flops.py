@@ -7,7 +7,9 @@ import itertools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import FORMULAS
@@ -15,7 +17,10 @@ from dino_ds.costs.rehearse import expected_hidden
 from dino_ds.costs.settings import frozen_spec
 from dino_ds.costs.step_costs import mean_flops, model_flops, student_facts
 from dino_ds.data.masks import synthetic_masks
+from dino_ds.engine.optim import build_optimizer
 from dino_ds.engine.process import init_distributed
+from dino_ds.method.build import build_network
+from dino_ds.method.networks import optimizer_options
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
@@ -141,3 +146,18 @@ def test_known_models():
     moves the center."""
     assert sum(model_flops(Recipe()).values()) == pytest.approx(113.4e9, rel=2e-3)
     assert BackboneOptions().cls_only_last_block
+
+
+def test_products_of_muon_are_counted():
+    """A step of Muon on random gradients, against torch's counter."""
+    recipe = tiny_recipe(**{"optimizer.kind": "muon", "model.width": "48"})
+    network = build_network(recipe, PerformanceOptions())
+    optimizer = build_optimizer(network, optimizer_options(recipe.optimizer))
+    for parameter in network.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for group in optimizer.param_groups:
+        group.update(lr=0.1, weight_decay=0.1)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert student_facts(recipe).optimizer_flops == counter.get_total_flops() > 0
+    assert student_facts(tiny_recipe()).optimizer_flops == 0

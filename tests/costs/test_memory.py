@@ -121,6 +121,7 @@ PEAKS = [
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, GRAM | PLAIN_ROPE | {"gram.crop_size": "128"}),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, OWN),
     ({}, 64, MUON),
+    ({}, 64, MUON | {"model.width": "256", "head.hidden": "512"}),
     ({"dino_ds": {"cls_only_last_block": False}}, 64, {"model.registers": "4"}),
     ({}, 64, {"model.stochastic_depth": "batched", "model.drop_path": "0.4"}),
 ]

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dino_ds.method import dino
 from dino_ds.models import blocks, drop_path, positions, prototypes
 from dino_ds.models import drop_path as residual
-from dino_ds.models.fused import why_not_fused
 from tests.cuda.inductor import code_of, kernels_in, on_an_h200
 from tests.fake_cuda import needs_fake_cuda
 
@@ -126,7 +125,6 @@ def _kernels_of(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].function.__name__)
 def test_compiled_is_the_same(case):
     """FP32 sums in another order."""
-    assert why_not_fused(torch.device("cuda", 0)) == ""
     function, *arguments = case
     torch.manual_seed(0)
     given = [_made(x, lambda shape: torch.rand([min(n, 4099) for n in shape])) for x in arguments]

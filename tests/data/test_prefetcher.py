@@ -108,15 +108,6 @@ def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
         next(recorder.prefetcher)
 
 
-def test_why_the_augmentation_is_slow_is_noted_once(monkeypatch):
-    monkeypatch.setattr(feed_module, "find_kernels", lambda device, dtype, shape: (None, "no C compiler"))
-    fed = prefetcher("cpu", "device")
-    next(fed), next(fed)
-    [note] = fed.take_notes()
-    assert "(no C compiler)" in note and fed.take_notes() == []
-    fed.close()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 @BOTH

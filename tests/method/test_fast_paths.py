@@ -1,0 +1,133 @@
+"""A fast path that fails or differs is left out, said in a line; one that has passed is not compared again."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from dino_ds.basics.fast_paths import TAKEN
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.engine.process import init_distributed
+from dino_ds.method import fast_paths
+from dino_ds.method.build import build_network, build_objective, build_step
+from dino_ds.method.fast_paths import FAST_PATHS, Case, FastPath, settle
+from dino_ds.models.attention import Attention
+from dino_ds.planning.measure import resolve
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
+
+MASKS = {
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "ibot_head.hidden": "48", "ibot_head.bottleneck": "16",
+    "ibot_head.prototypes": "64", "objective.koleo_weight": "0.1",
+}  # fmt: skip
+GPU = torch.device("cuda", 0)
+
+
+def _case(device=GPU, ds=None, **changes) -> Case:
+    init_distributed()
+    recipe, config = resolve(tiny_recipe(**changes), ds or tiny_ds(0), "test.json", 4)
+    objective = build_objective(recipe, torch.device("cpu"))
+    return Case(recipe, config, device, functools.partial(build_network, objective=objective))
+
+
+@pytest.fixture
+def compared(monkeypatch, tmp_path):
+    """Three made-up fast paths beside one that no run uses, on a card without a GPU; the names of those compared."""
+    names = []
+
+    def compare(case, name):
+        names.append(name)
+        if name == "raises":
+            raise RuntimeError("no kernel image is available\nfor execution on the device")
+        return {"differs": 0.2, "right": 0.01, "is NaN": float("nan")}[name]
+
+    used = [FastPath(name, f"where {name}", "plain", 0.1, lambda _: True, compare) for name in ("raises", "differs")]
+    used += [FastPath(name, f"where {name}", "plain", 0.1, lambda _: True, compare) for name in ("is NaN", "right")]
+    idle = FastPath("idle", "nowhere", "plain", 0.1, lambda _: False, compare)
+    monkeypatch.setattr(fast_paths, "FAST_PATHS", (*used, idle))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+    yield names
+    TAKEN.clear()
+
+
+def test_what_fails_or_differs_is_left_out_and_said(compared):
+    assert settle(_case()).notes == [
+        "slower: plain in place of where raises: no kernel image is available for execution on the device",
+        "slower: plain in place of where differs: results differ by 2.0e-01",
+        "slower: plain in place of where is NaN: results differ by nan",
+    ]
+    assert compared == ["raises", "differs", "is NaN", "right"]
+    assert {"right", "idle"} == TAKEN
+
+
+def test_what_has_passed_is_compared_again_only_for_another_card_run_or_version(compared, monkeypatch):
+    settle(_case())
+    compared.clear()
+    settle(_case())
+    assert compared == ["raises", "differs", "is NaN"]
+    changes = [
+        (torch.cuda, "get_device_name", lambda device: "another card"),
+        (torch, "__version__", "9.9"),
+        (fast_paths, "hash_code", lambda: "edited"),
+    ]
+    for change in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            compared.clear()
+            settle(_case())
+            assert "right" in compared
+    compared.clear()
+    settle(_case(**MASKS))
+    assert "right" in compared
+    every = _case().proof(fast_paths.EVERY)
+    every.touch()
+    compared.clear()
+    assert not settle(_case(**MASKS)).notes and not compared
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(compared, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "file"))
+    settle(_case())
+    assert "right" in TAKEN
+
+
+def test_nothing_is_compared_without_a_gpu_or_with_fast_paths_false(compared):
+    case = _case(torch.device("cpu"))
+    assert settle(case).performance == case.config.performance
+    assert not settle(case).notes
+    off = load_ds_config("zero1_bf16", {"dino_ds.fast_paths": "false"})
+    assert [note.rpartition(": ")[2] for note in settle(_case(ds=off)).notes] == ["dino_ds.fast_paths is false"] * 4
+    assert not TAKEN
+    assert not compared
+
+
+def test_a_step_without_fast_paths_has_plain_blocks():
+    """Also on a CPU, where compiled blocks exist."""
+    case = _case(torch.device("cpu"), tiny_ds(0, dino_ds={"fast_paths": False, "compile": "default"}))
+    step = build_step(case.recipe, case.config, 10)
+    assert all(segment._compiled_call_impl is None for segment in step.engine._engine.module.backbone.segments())
+    assert step.engine.config.notes == [
+        "slower: torch's operators in place of Triton's augmentation (data/photometric_triton.py): "
+        "dino_ds.fast_paths is false",
+        "slower: torch's operators in place of fused functions (models/fused.py): dino_ds.fast_paths is false",
+        "slower: plain blocks in place of compiled blocks and CUDA graphs (models/base.py): "
+        "dino_ds.fast_paths is false",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, MASKS], ids=["dino", "ibot"])
+def test_a_wrong_attention_is_found(changes, monkeypatch):
+    """Where one fast path computes as its plain form the results are equal to the bit; a wrong kernel is found."""
+    (path,) = (path for path in FAST_PATHS if path.name == "varlen")
+    case = _case(torch.device("cpu"), tiny_ds(1, bf16={"enabled": True}, dino_ds={"attention": "varlen"}), **changes)
+    monkeypatch.setattr(
+        Attention, "_one_kernel", lambda self, x, packing, asking: self._size_by_size(x, packing, asking, ())
+    )
+    assert path.is_used(case) and path.compare(case, "varlen") == 0
+    wrong = lambda self, x, packing, asking: 0.7 * self._size_by_size(x, packing, asking, ())  # noqa: E731
+    monkeypatch.setattr(Attention, "_one_kernel", wrong)
+    assert path.compare(case, "varlen") > path.tolerance
