@@ -169,8 +169,7 @@ def _compare_augmentation(case: Case, _: str) -> float:
     return max(kernel_difference(augment, case.device, dtype, shape) for shape in shapes)
 
 
-_LOW = 0.1
-"""Tolerance where gradients are in bf16 or fp16, or products in TF32: those of two plain forms differ by hundredths."""
+_LOW = 0.1  # in bf16, fp16 and TF32 the gradients of two plain forms differ by hundredths
 FAST_PATHS = (
     FastPath("augmentation", "Triton's augmentation (data/photometric_triton.py)", "torch's operators", 1e-4,
              lambda case: case.recipe.data.augment == "device", _compare_augmentation),

@@ -46,5 +46,5 @@ def test_the_fused_augmentation(monkeypatch):
         with gpu.part("augmentation"):
             views = all_crops(to_device(batch(), CUDA).crops)
     assert [tuple(view.shape) for view in views] == [(IMAGES, 3, 224, 224)] * 2 + [(IMAGES, 3, 96, 96)] * 8
-    copies = [problem for problem in gpu.problems if "_to_copy between host and device at prefetcher.py" in problem]
+    copies = [problem for problem in gpu.problems if "_to_copy between host and device at loader.py" in problem]
     gpu.check({"augmentation": (14, 0.78)}, known=tuple(copies))
