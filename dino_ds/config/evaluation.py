@@ -94,28 +94,29 @@ EvaluationCount = Annotated[Count | None, BeforeValidator(_without_unit)]
 
 class EvalSection(Section):
     every: LengthField = option(
-        Length(5, "epochs"), "how often the teacher is evaluated; not in steps: ten times at least; 0 steps = never"
+        Length(5, "epochs"),
+        "length between evaluations; given in epochs or images: ten in the run at least; 0 steps: never",
     )
-    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labeled test images")
-    root: PathText | None = option(None, "labeled test images as data.root, of the same classes")
-    k: Count = option(20, "neighbors")
-    bank_images: Count = option(10000, "labeled training images that evaluations use, at most")
-    test_images: Count = option(2000, "test images, and held-out images of val_loss, at most")
-    benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
+    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto: knn if there are labeled test images")
+    root: PathText | None = option(None, "labeled test images of the same classes, given as data.root is")
+    k: Count = option(20, "number of neighbors of knn")
+    bank_images: Count = option(10000, "largest number of labeled training images in an evaluation")
+    test_images: Count = option(2000, "largest number of test images, and of held-out images of val_loss")
+    benchmark_root: PathText | None = option(None, f"folder with the images of {', '.join(BENCHMARKS)}")
     keep_best: KeepBest = option(
-        "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto = knn if evaluated, else none"
+        "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto: knn if it is evaluated, else none"
     )
     stop_after: EvaluationCount = option(
-        None, "evaluations without a better value of keep_best's metric after which the run ends; none = its length"
+        None, "the run ends after so many evaluations without a better value of keep_best's metric; none: at its length"
     )
-    val_root: PathText | None = option(None, "images of a held-out loss, as data.root, without labels")
+    val_root: PathText | None = option(None, "images without labels for val_loss, the held-out loss, as data.root")
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0,
-        "part of the training images that is never trained on, by a hash of their names: for that loss, and as "
+        "share of the training images, chosen by a hash of their names, that is held out for val_loss, and as "
         "labeled test images where eval.root names none",
         learned=True,
     )
-    pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")
+    pictures_every: AutoLength = option("auto", "length between pictures; auto: six times a run; 0 steps: never")
     idle: ClassVar = {"eval.every 0": "eval.keep_best"}
     refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share eval.stop_after"}
 

@@ -88,39 +88,45 @@ TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
 class ModelSection(Section):
-    backbone: str = option("vit_small_patch16_224", "timm's name, module:Class, or from_source: that of init_from")
-    arguments: ArgumentsField = option("{}", 'keywords of its class as JSON, such as {"layers": [1, 1, 1, 1]}')
-    patch_size: Side | None = option(None, "pixels; none = the backbone's")
-    width: Width | None = option(None, "embedding dimension; none = the backbone's")
-    depth: Depth | None = option(None, "blocks; none = the backbone's")
-    heads: Depth | None = option(None, "attention heads; none = the backbone's")
-    registers: Few | None = option(None, "register tokens; none = the backbone's")
-    layer_scale: Positive | None = option(None, "start of LayerScale, such as 1e-5; none = the backbone's")
-    in_chans: Depth = option(3, "channels of the images: files must have as many; gray ones fit 1 and 3")
-    sync_batch_norm: bool = option(True, "BatchNorm's statistics are those of all ranks' images, not of a rank's own")
-    drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
-    drop_path_growth: Literal["linear", "uniform"] = option(
-        "linear", "drop_path of earlier blocks: from 0, or the same (DINOv2)"
+    backbone: str = option(
+        "vit_small_patch16_224", "a timm name, your class module:Class, or from_source: the network of model.init_from"
     )
-    local_cls_norm: bool | None = option(None, "CLS tokens of local crops have their own norm; none = the backbone's")
+    arguments: ArgumentsField = option("{}", 'keyword arguments of its class as JSON, such as {"layers": [1, 1, 1, 1]}')
+    patch_size: Side | None = option(None, "side of a patch in pixels; none: the backbone's own")
+    width: Width | None = option(None, "embedding dimension; none: the backbone's own")
+    depth: Depth | None = option(None, "number of blocks; none: the backbone's own")
+    heads: Depth | None = option(None, "number of attention heads; none: the backbone's own")
+    registers: Few | None = option(None, "number of register tokens; none: the backbone's own")
+    layer_scale: Positive | None = option(None, "initial value of LayerScale, such as 1e-5; none: the backbone's own")
+    in_chans: Depth = option(3, "number of channels that the images must have; gray images fit 1 and 3")
+    sync_batch_norm: bool = option(True, "compute BatchNorm's statistics over all ranks; false: on each rank")
+    drop_path: BelowOne = option(0.1, "stochastic depth: chance that the last block is skipped")
+    drop_path_growth: Literal["linear", "uniform"] = option(
+        "linear", "drop_path of the earlier blocks: linear from 0, or uniform, the same in all blocks (DINOv2)"
+    )
+    local_cls_norm: bool | None = option(None, "local crops' CLS tokens have their own norm; none: as in the backbone")
     rope_rescale: AboveOne | None = option(
-        None, "RoPE in training: largest factor by which both axes are scaled, in each block and step (DINOv3: 2)"
+        None, "largest factor by which RoPE's axes are scaled at random in training, in each block and step (DINOv3: 2)"
     )
     stochastic_depth: Literal["per_image", "batched"] = option(
-        "per_image", "batched skips an exact part of the crops (faster; depends on the micro-batch)"
+        "per_image", "per_image: each image by chance; batched: an exact share of each micro-batch, which is faster"
     )
     init_from: PathText | None = option(
-        None, "start from weights: a file or folder (ours, DINO's, timm's, Hugging Face's ...) or timm name"
+        None, "weights to start from: a file or folder (ours, DINO's, timm's, Hugging Face's ...) or a timm name"
     )
-    freeze_backbone: LengthField = option(Length(0, "steps"), "how long only the head is trained first; for init_from")
+    freeze_backbone: LengthField = option(
+        Length(0, "steps"), "length at the start during which only the heads are trained; with model.init_from"
+    )
     train: TrainedField = option(
-        "all", "of the backbone: all, 'last N blocks', norms_and_biases (LayerScale too) or lora; heads always learn"
+        "all", "part of the backbone that is trained, besides heads: all, 'last N blocks', norms_and_biases or lora"
     )
-    lora_rank: Annotated[int, Field(ge=1, le=4096)] = option(8, "of train lora: rank of each adapter")
-    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = option(16.0, "of train lora: adapters count alpha / rank times")
-    lora_layers: Listed[str] = option(("all",), "of train lora: linear layers of each block, such as qkv,proj")
+    lora_rank: Annotated[int, Field(ge=1, le=4096)] = option(8, "rank of each LoRA adapter, with model.train lora")
+    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = option(
+        16.0, "LoRA adapters are scaled by lora_alpha / lora_rank"
+    )
+    lora_layers: Listed[str] = option(("all",), "linear layers of each block that get LoRA adapters, such as qkv,proj")
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
-        "dino", "how positions are resized; DINO's released weights need dino"
+        "dino", "how position embeddings are resized; DINO's released weights need dino"
     )
     idle: ClassVar = {"model.drop_path 0": "model.drop_path_growth model.stochastic_depth"}
     refused: ClassVar = {
@@ -208,19 +214,19 @@ SNAPSHOT = "snapshot"
 class TeacherSection(Section):
     source: PathText | None = option(
         None,
-        "to distil: the frozen teacher, a run, weights or a timm name; none = the EMA",
+        "frozen teacher to distil: a run, weights or a timm name; none: the student's EMA is the teacher",
         learned=False,  # but the digest of its weights must stay the same
     )
     distill: Literal["heads", "features"] | None = option(
-        None, "of teacher.source the targets: its heads' outputs (none too), or its features"
+        None, "targets of distillation: outputs of the heads of teacher.source (also with none), or its features"
     )
-    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
-    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
+    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start of training")
+    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end of training; a cosine leads there")
     batch_norm: Literal["auto", "reference", "ema", "frozen"] = option(
         "auto",
-        "teacher's BatchNorm: by its batch (reference: DINO), the student's averages (ema), the start's (frozen)",
+        "statistics of the teacher's BatchNorm: its batch's (reference), the student's (ema), the start's (frozen)",
     )
-    others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
+    others: ArgumentsField = option("{}", 'more EMA teachers, for objective.terms: {"NAME": {"momentum": 0.9995, ...}}')
 
     @model_validator(mode="after")
     def _check(self) -> TeacherSection:
@@ -236,20 +242,24 @@ class TeacherSection(Section):
 
 class GramSection(Section):
     weight: WeightField = option(
-        Ramp(0.0), "of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
+        Ramp(0.0),
+        "weight of Gram anchoring: keeps similarities of patches near a teacher's; a ramp begins at gram.start",
     )
     teacher: PathText = option(
-        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint", by_content=True
+        SNAPSHOT,
+        "teacher of Gram anchoring: snapshot (the EMA teacher at gram.start), ema (as it is now), or a run",
+        by_content=True,
     )
     start: StageLengthField = option(
-        Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it", inside_run=True
+        Length(0, "steps"), "when the snapshot is taken; weight is 0 before", inside_run=True
     )
     refresh_every: LengthField = option(
-        Length(0, "steps"), "from gram.start on, how often the EMA teacher replaces it; 0 = never"
+        Length(0, "steps"),
+        "length between replacements of the snapshot by the EMA teacher, from gram.start on; 0: never",
     )
-    refreshes: Count = option(3, "replacements, at most")
+    refreshes: Count = option(3, "largest number of replacements of the snapshot")
     crop_size: Side | None = option(
-        None, "side of crops of its own, without colors: 1 to 2 times the global ones; none = these"
+        None, "side of the Gram teacher's own crops, 1 to 2 times crops.global_size; none: it sees the global crops"
     )
     refused: ClassVar = {
         "gram.weight 0": "gram",

@@ -52,24 +52,26 @@ class Recipe(Section):
     seed: Seed = option(0, "seed of weights, data order and augmentation")
     stage_start: Literal["continue", "restart"] | None = option(
         None,
-        "with --from RUN: continue = its whole state, steps count on; restart = its teacher's weights, from step 0",
+        "with --from RUN: continue takes its whole state and counts its steps on; restart takes its teacher, at step 0",
     )
-    length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
+    length: StageLengthField = option(Length(100, "epochs"), "length of the training in epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics", learned=False)
     save_every: AutoLength = option(
         "auto",
-        "how often to save; 0 steps = only at the end; auto = after 5 steps, then every 10 minutes",
+        "length between checkpoints; 0 steps: only at the end; auto: after 5 steps, then every 10 minutes",
         learned=False,
     )
-    keep_checkpoints: Count = option(3, "newest checkpoints that are kept", learned=False)
+    keep_checkpoints: Count = option(3, "number of newest checkpoints that are kept", learned=False)
     keep_every: LengthField = option(
-        Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none", learned=False
+        Length(0, "steps"), "checkpoints at multiples of this length are never removed; 0: none of them", learned=False
     )
     save_in_background: bool = option(
-        True, "write checkpoints while training goes on; false takes less host memory", learned=False
+        True, "write checkpoints while training goes on; false: less host memory", learned=False
     )
     hang_seconds: Seconds = option(
-        600, "no progress for so long ends the run (start, saves: 3 times); 0 = never", learned=False
+        600,
+        "seconds without progress that end the run (three times as many while starting or saving); 0: never",
+        learned=False,
     )
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()

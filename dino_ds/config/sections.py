@@ -132,39 +132,45 @@ BalanceField = Annotated[PathText, AfterValidator(_check_balance)]
 
 class DataSection(Section):
     source: SourceName = option(
-        "folder", f"folder (your files, as data.root), {', '.join(SOURCES[1:])}, or module:Class"
+        "folder", f"folder (your files in data.root), a dataset: {', '.join(SOURCES[1:])}, or your class module:Class"
     )
-    root: PathText | None = option(None, f"{IMAGE_FORMS} (patterns, s3:// too), or torchvision's data", learned=False)
+    root: PathText | None = option(
+        None, f"{IMAGE_FORMS} (patterns and s3:// too), or the folder of torchvision's dataset", learned=False
+    )
     mixture: MixtureField = option(
-        (), "several sources and their shares of each epoch: mine=0.7,theirs=0.3, folders of data.root or paths"
+        (),
+        "several sources and their shares of each epoch, such as mine=0.7,theirs=0.3: folders in data.root, or paths",
     )
     balance: BalanceField = option(
         "none",
-        "classes, or clusters:FILE (.csv of name,cluster): within each source each is drawn equally often",
+        "classes, or clusters:FILE (a .csv of name,cluster): those of a source are drawn equally often",
         by_content=True,
     )
     download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
-    global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
-    workers: Few | None = option(None, "data loading processes per rank; none = by the cores", learned=False)
+    global_batch: BatchSize = option(512, "images of an optimizer step, over all ranks and micro-batches")
+    workers: Few | None = option(None, "loading processes of each rank; none: as the cores allow", learned=False)
     cache_gib: CacheGib = option(
         0.0,
-        "memory of each machine for decoded files, shared by its ranks; pays for small images; 0 = none",
+        "GiB of memory on each machine for decoded files, shared by its ranks; worth it for small images; 0: none",
         learned=False,
     )
-    remote_cache_gib: CacheGib = option(0.0, "disk of each machine for images of buckets; 0 = none", learned=False)
-    augment: Literal["device", "worker"] = option(
-        "device", "where colors and blur are done: batched on the device, or by the workers"
+    remote_cache_gib: CacheGib = option(
+        0.0, "GiB of disk on each machine for images from buckets and web servers; 0: none", learned=False
     )
-    max_pixels: Count = option(50_000_000, "pixels beyond which an image is skipped as a bomb")
+    augment: Literal["device", "worker"] = option(
+        "device",
+        "where colors are changed and crops blurred: device (a batch at once), or worker (in loading processes)",
+    )
+    max_pixels: Count = option(50_000_000, "images with more pixels are skipped, since they may be decompression bombs")
     value_range: ValueRangeField = option(
-        "auto", "black and white of images deeper than 8 bits, such as 0,4095; auto = as a sample of them says"
+        "auto", "values of black and white in images of more than 8 bits, such as 0,4095; auto: measured on a sample"
     )
     mean: ChannelsField | None = option(
-        None, "of each channel, black 0, white 1; none = the source's, ImageNet's or measured"
+        None, "mean of each channel, black is 0 and white 1; none: as the weights say, ImageNet's or measured"
     )
-    std: ChannelsField | None = option(None, "standard deviation of each channel; none = as for mean")
+    std: ChannelsField | None = option(None, "standard deviation of each channel; none: as for data.mean")
     max_bad_fraction: Fraction01 = option(
-        0.01, "part of unreadable images beyond which the run stops; 0 = none", learned=False
+        0.01, "largest share of unreadable images: beyond it the run stops; 0: at the first one", learned=False
     )
 
     @property
@@ -207,34 +213,38 @@ class DataSection(Section):
 
 
 class CropsSection(Section):
-    global_size: Side = option(224, "side of the 2 global crops, pixels; a multiple of the patch size")
-    global_scale: ScaleRange = option((0.4, 1.0), "area of a global crop, as parts of the image")
-    local_size: Side = option(96, "side of a local crop, pixels; a multiple of the patch size")
-    local_scale: ScaleRange = option((0.05, 0.4), "area of a local crop, as parts of the image")
-    num_local: Few = option(8, "local crops per image")
+    global_size: Side = option(224, "side of the two global crops in pixels, a multiple of the patch size")
+    global_scale: ScaleRange = option((0.4, 1.0), "smallest and largest area of a global crop, as shares of the image")
+    local_size: Side = option(96, "side of a local crop in pixels, a multiple of the patch size")
+    local_scale: ScaleRange = option((0.05, 0.4), "smallest and largest area of a local crop, as shares of the image")
+    num_local: Few = option(8, "number of local crops of each image")
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
         "dino",
-        "preset of jitter, blur, grayscale, flip and solarize where these are none; low_res: for 32 to 64 pixels",
+        "preset for those of jitter, blur, grayscale, flip and solarize that are none; low_res: for 32 to 64 pixels",
     )
     jitter: Numbers | None = option(
-        None, "factor on crops.augment's (0 = none), or brightness, contrast, saturation, hue, such as 0.4,0.4,0.2,0.1"
+        None, "factor on the preset's color jitter (0: no jitter), or its brightness, contrast, saturation and hue"
     )
     blur: Numbers | None = option(
-        None, "chance of a crop to be blurred, or three: of the first global crop, the second and the local ones"
+        None, "chance that a crop is blurred, or three: of the first global crop, the second one, and local crops"
     )
-    grayscale: Fraction01 | None = option(None, "chance of a crop to lose its colors")
-    flip: Fraction01 | None = option(None, "chance of a crop to be mirrored left to right")
-    solarize: Numbers | None = option(None, "as crops.blur, the chance that bright pixels are inverted")
-    vertical_flip: Fraction01 = option(0.0, "chance of a crop to be mirrored top to bottom")
-    rotation: float = option(0.0, "chance of a turn by 90, 180 or 270 degrees; at 0.75 all four are equally likely")
+    grayscale: Fraction01 | None = option(None, "chance that a crop loses its colors")
+    flip: Fraction01 | None = option(None, "chance that a crop is mirrored left to right")
+    solarize: Numbers | None = option(None, "chance that bright pixels are inverted, or three as in crops.blur")
+    vertical_flip: Fraction01 = option(0.0, "chance that a crop is mirrored top to bottom")
+    rotation: float = option(
+        0.0, "chance that a crop is turned by 90, 180 or 270 degrees; 0.75: all four directions are equally likely"
+    )
     mask: Literal["none", "dinov2", "dinov3"] = option(
-        "none", "blocks of patches hidden in global crops; dinov3: an exact number"
+        "none", "hide blocks of patches in global crops, as DINOv2 does, or an exact number of patches, as DINOv3 does"
     )
     mask_share: Fraction01 = option(0.5, "chance that a global crop is masked")
-    mask_ratio: ScaleRange = option((0.1, 0.5), "patches hidden of a masked crop, drawn evenly between the two")
-    mask_hides: bool = option(True, "false: the student sees masked patches, and still predicts them (distillation)")
+    mask_ratio: ScaleRange = option((0.1, 0.5), "smallest and largest share of a masked crop's patches that are hidden")
+    mask_hides: bool = option(
+        True, "whether the student's patches are hidden; false: it sees them, and still predicts them (distillation)"
+    )
     resolutions: Resolutions = option(
-        (), "sizes that each step draws from, for those of crops: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE"
+        (), "crop sizes from which each step draws one: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, ..."
     )
     idle: ClassVar = {
         "crops.num_local 0": "crops.local_size crops.local_scale",
@@ -283,13 +293,15 @@ class CropsSection(Section):
 
 
 class HeadSection(Section):
-    prototypes: Annotated[int, Field(ge=2, le=2**24)] = option(65536, "outputs of the projection head")
+    prototypes: Annotated[int, Field(ge=2, le=2**24)] = option(65536, "number of outputs of the projection head")
     hidden: Width = option(2048, "width of the head's hidden layers")
-    bottleneck: Width = option(256, "width before the prototypes, and of the rows of objective.coding_rate_weight")
-    layers: Depth = option(3, "linear layers before the prototypes")
+    bottleneck: Width = option(256, "width before the prototypes, and of what coding_rate_weight compares")
+    layers: Depth = option(3, "number of linear layers before the prototypes")
     batch_norm: bool = option(False, "BatchNorm after each of the hidden layers")
-    learned_lengths: bool = option(False, "prototypes have lengths that are trained (DINOv2), not all 1")
-    free_prototypes: bool = option(False, "prototypes are the plain weights of a linear layer, of any length (DINOv3)")
+    learned_lengths: bool = option(False, "train the lengths of the prototypes (DINOv2); false: all lengths are 1")
+    free_prototypes: bool = option(
+        False, "take the plain weights of a linear layer as prototypes (DINOv3); false: normalized weights"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> HeadSection:
@@ -302,30 +314,39 @@ class ObjectiveSection(Section):
     student_temp: Temperature = option(0.1, "softmax temperature of the student")
     teacher_temp: Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
     warmup_teacher_temp: Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
-    teacher_temp_warmup: LengthField = option(Length(0, "epochs"), "length of its warm-up", inside_run=True)
-    centering: Literal["softmax", "sinkhorn"] = option("softmax", "targets: less a running mean, or by Sinkhorn-Knopp")
-    center_momentum: Fraction01 = option(0.9, "of centering softmax: momentum of the running mean")
+    teacher_temp_warmup: LengthField = option(
+        Length(0, "epochs"), "length of the warm-up of the teacher's temperature", inside_run=True
+    )
+    centering: Literal["softmax", "sinkhorn"] = option(
+        "softmax", "how targets are made: softmax after subtracting a running mean, or Sinkhorn-Knopp"
+    )
+    center_momentum: Fraction01 = option(0.9, "momentum of the running mean of centering softmax")
     freeze_prototypes: LengthField = option(
-        Length(1, "epochs"), "how long the prototypes stay as initialized", inside_run=True
+        Length(1, "epochs"), "length at the start during which the prototypes stay as initialized", inside_run=True
     )
     frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
-        "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam see their gradient (DINOv2)"
+        "no_gradient",
+        "what frozen prototypes give the optimizer: no gradient (DINO), or one that clipping and Adam see (DINOv2)",
     )
-    dino_weight: WeightField = option(Ramp(1.0), "weight of the CLS loss; or such as '0..1 over 1000 steps'")
-    dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within the CLS loss (DINOv3)")
+    dino_weight: WeightField = option(
+        Ramp(1.0), "weight of DINO's loss of CLS tokens; all weights may be ramps, such as '0..1 over 1000 steps'"
+    )
+    dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within DINO's loss (DINOv3)")
     ibot_weight: WeightField = option(Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask")
-    ibot_head: Literal["own", "shared"] = option("own", "head of the masked patches: ibot_head, or the CLS loss's")
+    ibot_head: Literal["own", "shared"] = option(
+        "own", "head of the masked patches: their own, ibot_head, or shared with DINO's loss"
+    )
     coding_rate_weight: WeightField = option(
-        Ramp(0.0), "weight of SimDINO's loss of CLS features without prototypes; rows are head.bottleneck wide"
+        Ramp(0.0), "weight of SimDINO's coding-rate loss of CLS tokens, which needs no prototypes"
     )
     koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
     preserve_weight: WeightField = option(
         Ramp(0.0), "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"
     )
-    koleo_ranks: Literal["own", "all"] = option("own", "images that KoLeo spreads: a rank's micro-batch, or all ranks'")
-    terms: ArgumentsField = option(
-        "{}", 'loss terms of your own: {"NAME": {"spec": "module:Class", "weight": 0.1, ...}}'
+    koleo_ranks: Literal["own", "all"] = option(
+        "own", "images that KoLeo spreads: the micro-batch of each rank by itself, or those of all ranks together"
     )
+    terms: ArgumentsField = option("{}", 'your own loss terms: {"NAME": {"spec": "module:Class", "weight": 0.1, ...}}')
     idle: ClassVar = {
         "objective.dino_weight 0, objective.ibot_weight 0, teacher.distill none, objective.terms {}": (
             "head.prototypes objective.teacher_temp objective.student_temp objective.centering "
@@ -349,26 +370,28 @@ class OptimizerSection(Section):
     kind: Literal["adamw", "muon", "sgd", "lars"] = option(
         "adamw", "muon: orthogonalized momentum for weight matrices, AdamW for the rest; sgd and lars are for ResNets"
     )
-    lr: Positive = option(0.0005, "peak learning rate for as many images as lr_scaling says")
+    lr: Positive = option(0.0005, "peak learning rate for the batch that optimizer.lr_scaling names")
     lr_scaling: Literal["linear", "sqrt"] = option(
-        "linear", "with data.global_batch: linear from 256 (DINO), or its root from 1024 (DINOv2)"
+        "linear", "how lr follows data.global_batch: linear from 256 images (DINO), or its root from 1024 (DINOv2)"
     )
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = option(1.0, "lr of a block as a part of the next one's")
-    patch_embed_lr: Annotated[float, Field(gt=0, le=1)] = option(1.0, "factor of its learning rate")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = option(1.0, "learning rate of a block / the next block's")
+    patch_embed_lr: Annotated[float, Field(gt=0, le=1)] = option(1.0, "factor on the patch embedding's learning rate")
     clip_by: Literal["network", "part"] = option(
-        "network", "gradient_clipping bounds the norm of all, or of backbone and each head (DINOv2)"
+        "network", "whose norm gradient_clipping bounds: the network's, or that of backbone and of each head (DINOv2)"
     )
-    schedule: Literal["cosine", "constant"] = option("cosine", "of the learning rate after its warm-up")
-    min_lr: NotNegative = option(1e-6, "learning rate at the end; not scaled")
-    warmup: LengthField = option(Length(10, "epochs"), "warm-up of the learning rate from 0", inside_run=True)
-    warmup_shape: Literal["linear", "cosine"] = option("linear", "cosine: half a cosine, slow at first (DINOv3)")
+    schedule: Literal["cosine", "constant"] = option("cosine", "course of the learning rate after its warm-up")
+    min_lr: NotNegative = option(1e-6, "learning rate at the end, not scaled by the batch")
+    warmup: LengthField = option(Length(10, "epochs"), "length of the learning rate's warm-up from 0", inside_run=True)
+    warmup_shape: Literal["linear", "cosine"] = option(
+        "linear", "course of the warm-up; cosine: half a cosine, slow at first (DINOv3)"
+    )
     weight_decay: NotNegative = option(0.04, "weight decay at the start")
-    weight_decay_end: NotNegative = option(0.4, "weight decay at the end (cosine in between)")
+    weight_decay_end: NotNegative = option(0.4, "weight decay at the end; a cosine leads there")
     beta1: BelowOne = option(0.9, "AdamW's decay of the mean")
     beta2: BelowOne = option(0.999, "AdamW's decay of the mean square")
     eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
-    momentum: BelowOne = option(0.9, "of muon, sgd and lars")
-    scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "of muon: length of its steps / AdamW's")
+    momentum: BelowOne = option(0.9, "momentum of muon, sgd and lars")
+    scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "length of Muon's steps as a multiple of AdamW's")
     idle: ClassVar = {"optimizer.warmup 0": "optimizer.warmup_shape", "optimizer.schedule constant": "optimizer.min_lr"}
     refused: ClassVar = {
         "optimizer.kind adamw": "optimizer.momentum",

@@ -45,8 +45,8 @@ class ReportOptions:
 class LookDataOptions:
     """a sheet of images with all their crops, and what the data set is like"""
 
-    images: Annotated[Count, Field(le=200)] = option(8, "images on the sheet, 200 at most")
-    sample: Amount = option(10000, "images that the statistics are made of, drawn at random; 0 = all")
+    images: Annotated[Count, Field(le=200)] = option(8, "number of images on the sheet, at most 200")
+    sample: Amount = option(10000, "number of images, drawn at random, on which statistics are made; 0: all")
     out: str | None = option(None, "the new sheet", shown="look-data.png, look-data-2.png, ...")
     json: Json = False
 
@@ -57,8 +57,8 @@ class AdviseOptions:
 
     root: str | None = option(None, f"as data.root: {IMAGE_FORMS}", bare=True)
     source: str = option("folder", "as data.source of a recipe")
-    gpus: Count | None = option(None, "GPUs in all, of any kind", shown="this machine's")
-    sample: Count = option(500, "images that are looked at, drawn at random, within 3 s")
+    gpus: Count | None = option(None, "number of GPUs, of any kind", shown="this machine's")
+    sample: Count = option(500, "number of images to look at, drawn at random, for 3 s at most")
     json: Json = False
 
 
@@ -68,9 +68,9 @@ class ShardOptions:
 
     root: str = option(..., f"as data.root: {IMAGE_FORMS}")
     out: str = option(..., "folder of the shards")
-    shard_size: Count = option(2000, "images of a shard")
-    shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
-    workers: Count | None = option(None, "processes", shown="one a core")
+    shard_size: Count = option(2000, "number of images in a shard")
+    shrink: Count | None = option(None, "shrink larger images to a shorter side of N pixels, as JPEGs")
+    workers: Count | None = option(None, "number of processes", shown="one a core")
     json: Json = False
 
 
@@ -78,9 +78,9 @@ class ShardOptions:
 class DoctorOptions:
     """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
-    run_dir: str = option("runs", "folder that runs go to")
+    run_dir: str = option("runs", "folder in which runs are made")
     hostfile: str | None = option(
-        None, "also the machines of this file, over ssh: a line each, NAME slots=N", shown="this machine alone"
+        None, "check also the machines in this file, over ssh: each in a line NAME slots=N", shown="this machine alone"
     )
     json: Json = False
 
@@ -90,26 +90,26 @@ class PlanOptions:
     """whether a model fits on given GPUs, by part, and the ds config to take; needs no GPU"""
 
     gpu: str | None = option(None, "kind of GPU, such as a100-40g (an unknown one lists them all)")
-    gpus: Count = option(1, "GPUs of a node")
-    nodes: Count = option(1, "nodes")
-    memory_gib: Gib | None = option(None, "memory of a GPU", shown="as its kind has")
+    gpus: Count = option(1, "number of GPUs of a node")
+    nodes: Count = option(1, "number of nodes")
+    memory_gib: Gib | None = option(None, "GiB of memory of a GPU", shown="as its kind has")
     write: str | None = option(None, "new file for the recommended ds JSON")
     json: Json = False
 
 
-_Steps = Annotated[Count, Field(description="steps that are measured")]
-_Threads = Annotated[
-    Count, Field(description="threads of the CPU's operators; with 1 CPU time is measured, else wall time")
-]
+_Steps = Annotated[Count, Field(description="number of measured steps")]
+_Threads = Annotated[Count, Field(description="number of threads; with one, CPU time is measured, else wall time")]
 
 
 @options
 class BenchOptions:
     """The options of every bench of the training step."""
 
-    batch: Count | None = option(None, "images per process; sets data.global_batch", shown="64 on a GPU, 8 without")
+    batch: Count | None = option(
+        None, "number of images of a process; sets data.global_batch", shown="64 on a GPU, 8 without"
+    )
     steps: _Steps = 5
-    warmup: Amount = option(2, "steps before them")
+    warmup: Amount = option(2, "number of steps before the measured ones")
     threads: _Threads = 1
     json: Json = False
 
@@ -119,7 +119,7 @@ class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
     compare: str | None = option(None, "KEY=A,B: two values of a key, interleaved in one process")
-    data: bool = option(False, "real images through the loader, so that waiting for data is real")
+    data: bool = option(False, "load real images, so that waiting for them is measured too")
     profile: str | None = option(None, "folder for torch's trace of 3 more steps, whose operators are listed")
     steps: _Steps = 10
 
@@ -135,16 +135,16 @@ class BenchLadderOptions(BenchOptions):
 class BenchTuneOptions:
     """the largest and the fastest micro-batch, loader processes and levers of this machine, by measuring"""
 
-    minutes: Positive = option(5.0, "time of the search, about")
-    ranks: Count | None = option(None, "processes", shown="one a GPU, or 1")
-    threads: Count | None = option(None, "threads of a process's operators", shown="its share of the cores")
+    minutes: Positive = option(5.0, "minutes that the search takes, about")
+    ranks: Count | None = option(None, "number of processes", shown="one a GPU, or 1")
+    threads: Count | None = option(None, "number of threads in each process", shown="its share of the cores")
     memory_gib: Gib | None = option(
-        None, "memory that a process may take", shown="the GPU's, or 90 % of the free host memory"
+        None, "GiB of memory that a process may take", shown="the GPU's, or 90 % of the free host memory"
     )
     out: str = option("tune.html", "the page; its figures are in the .json beside it")
     write: str | None = option(None, "new folder for the recipe and the ds JSON that were found")
     profile: str | None = option(None, "folder for torch's trace of the tuned step")
-    resume: bool = option(False, "go on with the trials that the .json has")
+    resume: bool = option(False, "continue with the trials in the .json")
     json: Json = False
 
 
@@ -153,12 +153,12 @@ class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, interleaved"""
 
     model: Model
-    random: bool = option(False, "MODEL is an architecture: random weights, 224 pixels; they change no speed")
-    batches: Listed[Count] = option((1, 4, 16, 64), "images of a call")
+    random: bool = option(False, "take MODEL as an architecture with random weights, at 224 pixels")
+    batches: Listed[Count] = option((1, 4, 16, 64), "numbers of images of a call")
     size: Count | None = option(None, "pixels of a side, a multiple of the patch size", shown="the model's")
-    rounds: Count = option(200, "measured calls of each way, at most")
-    seconds: Positive = option(30.0, "for each batch size, about; 5 rounds at least")
-    warmup: Amount = option(3, "calls before them")
+    rounds: Count = option(200, "largest number of measured calls of each way")
+    seconds: Positive = option(30.0, "seconds for each batch size, about; at least 5 rounds are made")
+    warmup: Amount = option(3, "number of calls before the measured ones")
     threads: _Threads = 1
     heads: Heads = None
     allow_code: AllowedCode = None

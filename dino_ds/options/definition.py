@@ -163,7 +163,10 @@ Json = Annotated[bool, Field(description="print one JSON object")]
 Model = Annotated[str, Field(description=MODEL_FORMS, json_schema_extra={"bare": True})]
 Heads = Annotated[
     Count | None,
-    Field(description="attention heads, of a file that does not say it", json_schema_extra={"shown": "as usual"}),
+    Field(
+        description="number of attention heads, for a file that does not state it",
+        json_schema_extra={"shown": "as usual"},
+    ),
 ]
 
 
@@ -199,11 +202,13 @@ class EvalOptions:
     root: str | None = option(None, "labeled training images, as data.root", shown="the run's")
     test_root: str | None = option(None, "labeled test images", shown="the run's eval.root, or the source's own")
     benchmark_root: str | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
-    size: Count | None = option(None, "pixels of a side, of whole patches", shown="the model's or the benchmark's")
-    k: Listed[Count] | None = option(None, "numbers of neighbors of knn", shown="10,20,100,200")
+    size: Count | None = option(
+        None, "side of the images in pixels, a multiple of the patch size", shown="the model's or the benchmark's"
+    )
+    k: Listed[Count] | None = option(None, "numbers of neighbors, for knn", shown="10,20,100,200")
     temperature: Positive | None = option(None, "knn weighs neighbors by exp(similarity / temperature)", shown="0.07")
-    images: Count | None = option(None, "images of each set, at most", shown="all")
-    workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
+    images: Count | None = option(None, "largest number of images of each set", shown="all")
+    workers: Amount | None = option(None, "loading processes of each rank", shown="by the cores")
     out: str | None = option(None, "JSON file for the results", shown="RUN/evaluations.json of a run")
     allow_code: AllowedCode = None
     json: Json = False
@@ -218,10 +223,10 @@ class EmbedOptions:
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
     what: EmbedWhat = option("cls", "features of the image (CLS), the mean of its patches, or their map")
-    half: bool = option(False, "16-bit numbers: half the size")
-    size: Count | None = option(None, "pixels of a side, of whole patches", shown="the model's")
-    batch: Count = option(64, "images at once, per process")
-    workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
+    half: bool = option(False, "write 16-bit numbers, in half the size")
+    size: Count | None = option(None, "side of the images in pixels, a multiple of the patch size", shown="the model's")
+    batch: Count = option(64, "number of images that a process computes at once")
+    workers: Amount | None = option(None, "loading processes of each rank", shown="by the cores")
     allow_code: AllowedCode = None
     json: Json = False
 
@@ -237,11 +242,15 @@ class FindOptions:
 
     features: _Features
     images: tuple[str, ...] = option(..., "image files, or rows of features by number or name", bare=True)
-    top: Count = option(20, "images for each")
-    model: str | None = option(None, "what made features, for files", shown="as embed was told")
-    root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
-    out: str | None = option(None, "begin of the names of the new list and picture", shown="FEATURES-found, or -2, ...")
-    memory_gib: Gib = option(1.0, "memory for blocks of features")
+    top: Count = option(20, "number of neighbors of each image")
+    model: str | None = option(None, "model that made the features, to describe image files", shown="as embed was told")
+    root: str | None = option(
+        None, "folder of the images, if they have moved since dino-ds embed", shown="as embed was told"
+    )
+    out: str | None = option(
+        None, "first part of the names of the new list and picture", shown="FEATURES-found, or -2, ..."
+    )
+    memory_gib: Gib = option(1.0, "GiB of memory for blocks of features")
     allow_code: AllowedCode = None
     json: Json = False
 
@@ -252,14 +261,18 @@ class CurateOptions:
 
     features: _Features
     duplicates: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = option(
-        None, "keep one of near-duplicates: neighbors whose images show the same (auto), or pairs of this cosine"
+        None, "keep one of near-duplicates: of neighbors that show the same (auto), or of pairs with this cosine"
     )
-    clusters: Listed[Count] | None = option(None, "clusters; with further numbers clusters of these, as 1000,100,10")
-    draw: Count | None = option(None, "images of a list that is balanced over the clusters")
-    seed: Seed = option(0, "of clusters and draws")
-    root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
+    clusters: Listed[Count] | None = option(
+        None, "number of clusters; further numbers cluster these again, such as 1000,100,10"
+    )
+    draw: Count | None = option(None, "number of images in a list that is balanced over the clusters")
+    seed: Seed = option(0, "seed of clusters and draws")
+    root: str | None = option(
+        None, "folder of the images, if they have moved since dino-ds embed", shown="as embed was told"
+    )
     out: str | None = option(None, "new folder", shown="FEATURES-duplicates, -clusters or -drawn")
-    memory_gib: Gib = option(1.0, "memory for blocks of features")
+    memory_gib: Gib = option(1.0, "GiB of memory for blocks of features")
     allow_code: AllowedCode = None
     json: Json = False
 
@@ -286,7 +299,9 @@ class ExportOptions:
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
     heads: Heads = None
     backbone: str | None = option(
-        None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"
+        None,
+        "timm name or module:Class of a network other than a ViT, for a file that does not state it",
+        shown="known",
     )
     allow_code: AllowedCode = None
     json: Json = False

@@ -29,26 +29,27 @@ class TrainOptions:
     """train: images in, a teacher out"""
 
     run_dir: str = option(
-        "", "folder of this run: metrics, checkpoints, teacher", shown="runs/RECIPE, or runs/RECIPE-2, ..."
+        "", "folder of this run, for its metrics, checkpoints and teacher", shown="runs/RECIPE, or runs/RECIPE-2, ..."
     )
     from_: str | None = option(
-        None, "begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe"
+        None,
+        "run, or checkpoint RUN/checkpoints/step_N, with which a stage begins; keys not given are as in its recipe",
     )
-    max_steps: Count | None = option(
-        None, "stop after N steps; schedules stay as they are", shown="the recipe's length"
-    )
+    max_steps: Count | None = option(None, "stop after N steps, on the same schedules", shown="the recipe's length")
     resume: Annotated[Resume, BeforeValidator(_read_resume)] = option(
         False,
-        "continue --run_dir from its newest whole checkpoint, by its own recipe; N: from step N's; auto: a new run "
-        "where there is none yet",
+        "continue --run_dir by its own recipe from its newest complete checkpoint, or from step N's; auto: a new run "
+        "if there is none yet",
     )
     allow_change: str | None = option(
-        None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"
+        None, "KEY,KEY: settings that may differ from the checkpoint's although they change what is learned"
     )
     allow_code: AllowedCode = None
-    allow_oversize: bool = option(False, "start though more memory is predicted than there is")
-    verbose: bool = option(False, "show on the screen all that goes to RUN_DIR/log.txt")
-    print: str | None = option(None, "new YAML file for the recipe with what is given here, to edit; trains nothing")
+    allow_oversize: bool = option(False, "start even if more memory is predicted than the machine has")
+    verbose: bool = option(False, "show all lines of RUN_DIR/log.txt on the screen too")
+    print: str | None = option(
+        None, "write the recipe, with all that is given here, to this new YAML file for editing, and do not train"
+    )
 
 
 @dataclass(frozen=True)
