@@ -1,7 +1,7 @@
 """`dino-ds embed`: writes the features of all images to one file, one row per image.
 
-Each rank writes parts of a few thousand images beside the file, and rank 0 puts them together: memory does not grow
-with the number of images, and parts that were written before an interruption are not computed again.
+The ranks fill parts of one array on the disk: memory does not grow with the number of images, and parts that were
+filled before an interruption are not computed again.
 """
 
 from __future__ import annotations

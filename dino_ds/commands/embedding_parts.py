@@ -1,4 +1,4 @@
-"""The parts of an embedding, of which each rank writes its own, and the final files that are made of them."""
+"""An embedding that is being written: one array on the disk, whose parts the ranks fill, and its final files."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 
 @dataclass(frozen=True)
 class Parts:
-    """The folder of parts of one embedding: `images` rows of `shape` in NumPy's `dtype`, a few thousand in a file.
+    """A folder with the array of one embedding, `images` rows of `shape` in NumPy's `dtype`, and a record of progress.
 
-    Parts are written whole or not at all.
+    A part, some thousand rows, counts once its record is there: a .json with the names of its unreadable images.
     """
 
     folder: Path
@@ -62,6 +62,10 @@ class Parts:
     def about(self) -> Path:
         return self.folder / "about.json"
 
+    @property
+    def array(self) -> Path:
+        return self.folder / "rows.npy"
+
     def begin(self, facts: dict[str, Any]) -> None:
         """Make the folder, or continue an earlier one. Raises ConfigError that names the differences if that one was
         begun with other `facts`."""
@@ -69,12 +73,15 @@ class Parts:
         try:
             if not self.about.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
+                np.lib.format.open_memmap(self.array, "w+", self.dtype, (self.images, *self.shape)).flush()
                 replace_file(self.about, json.dumps(now, indent=1))
             elif differ := self._differences(read_object(self.about), now):
                 raise ConfigError(
                     f"{self.folder} holds parts of another embedding ({differ}): remove it, or name another file with "
                     "--out"
                 )
+            elif not self.array.exists():  # killed when the array had its final name, and the folder was still there
+                os.replace(self.folder.with_suffix(""), self.array)
         except OSError as error:
             raise unwritable(self.folder, error, "out") from None
         except ValueError:
@@ -90,7 +97,7 @@ class Parts:
     def write(self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading) -> list[str]:
         """Write this rank's parts that are missing. Returns texts that name the unreadable images of all its parts."""
         mine = range(distributed.rank(), -(-self.images // self.length), distributed.world_size())
-        missing = [part for part in mine if not self._file(part).exists()]
+        missing = [part for part in mine if not self._record(part).exists()]
         batches = [
             rows[i : i + reading.batch] for rows in map(self._rows, missing) for i in range(0, len(rows), reading.batch)
         ]
@@ -108,28 +115,29 @@ class Parts:
                             described = describe(crops.to(device())).float().cpu().numpy()
                         features[places[:, 0].numpy() - rows.start] = described
                 self._save(part, features, bad)
-        unread = [path for part in mine if (path := self._file(part, "unreadable.json")).exists()]
-        return [text for path in unread for text in json.loads(path.read_text())]
+        return [text for part in mine for text in json.loads(self._record(part).read_text())]
 
     def _rows(self, part: int) -> range:
         return range(part * self.length, min((part + 1) * self.length, self.images))
 
-    def _file(self, part: int, ending: str = "npy") -> Path:
-        return self.folder / f"{part:08d}.{ending}"
+    def _record(self, part: int) -> Path:
+        return self.folder / f"{part:08d}.json"
 
     def _save(self, part: int, features: Rows, bad: list[str]) -> None:
         try:
-            if bad:
-                replace_file(self._file(part, "unreadable.json"), json.dumps(bad))
-            with replacing(self._file(part)) as temporary, temporary.open("wb") as file:
-                np.save(file, features)
+            with self.array.open("r+b") as file:  # not through a memory map, which a full disk ends by SIGBUS
+                file.seek(np.load(self.array, mmap_mode="r").offset + self._rows(part).start * features[0].nbytes)
+                file.write(features.tobytes())
+                os.fsync(file.fileno())
+            replace_file(self._record(part), json.dumps(bad))
         except OSError as error:
             raise unwritable(self.folder, error, "out") from None
 
     def __iter__(self) -> Iterator[tuple[range, Rows]]:
         """Yield (indices of rows, their features) of every part, in order."""
+        array = np.load(self.array, mmap_mode="r")
         for part in range(-(-self.images // self.length)):
-            yield self._rows(part), np.load(self._file(part))
+            yield (rows := self._rows(part)), array[rows.start : rows.stop]
 
 
 def put_together(path: Path, parts: Parts, source: Source, origin: dict[str, str | None]) -> None:
@@ -166,16 +174,12 @@ def _named(source: Source, index: int) -> tuple[str, int, str]:
 
 
 def _write_npy(path: Path, parts: Parts, source: Source) -> None:
-    """Write the array, and next to it a .csv with name, label and class of every row."""
+    """Write a .csv with name, label and class of every row, and give the array its final name."""
     with replacing(path.with_suffix(".csv")) as beside, beside.open("w", newline="", encoding="utf-8") as text:
         lines = csv.writer(text)
         lines.writerow(("name", "label", "class"))
         lines.writerows(_named(source, i) for i in range(parts.images))
-    head = {"descr": np.dtype(parts.dtype).str, "fortran_order": False, "shape": (parts.images, *parts.shape)}
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, head)
-        for _, features in parts:
-            file.write(features.tobytes())
+    os.replace(parts.array, path)
 
 
 def _write_parquet(path: Path, parts: Parts, source: Source) -> None:

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -127,7 +128,11 @@ def interrupted(place, tmp_path, monkeypatch):
         patched.setattr(embed, "describing", stopping)
         with pytest.raises(KeyboardInterrupt):
             embed.run(options)
-    assert sorted(path.name for path in (tmp_path / "x.npy.parts").iterdir()) == ["00000000.npy", "about.json"]
+    assert sorted(path.name for path in (tmp_path / "x.npy.parts").iterdir()) == [
+        "00000000.json",
+        "about.json",
+        "rows.npy",
+    ]
     return options
 
 
@@ -146,6 +151,11 @@ def test_an_interrupted_embedding_goes_on(interrupted, expected, tmp_path, monke
         full.setattr(embedding_parts, "_write_npy", lambda *_: Path("/dev/full/x").touch())
         with pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
             embed.run(interrupted)
+    with monkeypatch.context() as killed:  # when the array has its final name, and the folder is still there
+        killed.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            embed.run(interrupted)
+    assert (tmp_path / "x.npy").exists() and (tmp_path / "x.npy.parts").is_dir()
     embed.run(interrupted)
     assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
