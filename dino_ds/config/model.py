@@ -89,7 +89,7 @@ TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 class ModelSection(Section):
     backbone: str = option(
-        "vit_small_patch16_224", "a timm name, your class module:Class, or from_source: the network of model.init_from"
+        "vit_small_patch16_224", "a timm name, your module:Class, or from_source: that of model.init_from"
     )
     arguments: ArgumentsField = option("{}", 'keyword arguments of its class as JSON, such as {"layers": [1, 1, 1, 1]}')
     patch_size: Side | None = option(None, "side of a patch in pixels; none: the backbone's own")
@@ -112,7 +112,7 @@ class ModelSection(Section):
         "per_image", "per_image: each image by chance; batched: an exact share of each micro-batch, which is faster"
     )
     init_from: PathText | None = option(
-        None, "weights to start from: a file or folder (ours, DINO's, timm's, Hugging Face's ...) or a timm name"
+        None, "weights to start from: a file or folder (ours, DINO's, timm's, Hugging Face's), or a timm name"
     )
     freeze_backbone: LengthField = option(
         Length(0, "steps"), "length at the start during which only the heads are trained; with model.init_from"

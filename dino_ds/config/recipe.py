@@ -58,7 +58,7 @@ class Recipe(Section):
     log_every: Count = option(10, "steps between lines of metrics", learned=False)
     save_every: AutoLength = option(
         "auto",
-        "length between checkpoints; 0 steps: only at the end; auto: after 5 steps, then every 10 minutes",
+        "length between saves; 0 steps: only at the end; auto: after 5 steps, then every 10 minutes",
         learned=False,
     )
     keep_checkpoints: Count = option(3, "number of newest checkpoints that are kept", learned=False)

@@ -132,11 +132,9 @@ BalanceField = Annotated[PathText, AfterValidator(_check_balance)]
 
 class DataSection(Section):
     source: SourceName = option(
-        "folder", f"folder (your files in data.root), a dataset: {', '.join(SOURCES[1:])}, or your class module:Class"
+        "folder", f"folder (your files in data.root), a dataset: {', '.join(SOURCES[1:])}, or your module:Class"
     )
-    root: PathText | None = option(
-        None, f"{IMAGE_FORMS} (patterns and s3:// too), or the folder of torchvision's dataset", learned=False
-    )
+    root: PathText | None = option(None, f"{IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder", learned=False)
     mixture: MixtureField = option(
         (),
         "several sources and their shares of each epoch, such as mine=0.7,theirs=0.3: folders in data.root, or paths",
