@@ -14,9 +14,9 @@ CEILINGS = {
     # servers and files that are bounded and compared, classes by name, one side for a file, users' own parts that
     # resume, BatchNorm that keeps a start, measured image settings, runs that end with their launcher, two hosts,
     # bench tune.
-    "package lines": 41_810,
+    "package lines": 42_300,
     "package files": 191,
-    "test lines": 34_900,
+    "test lines": 35_300,
     "recipe keys": 136,
     "words of pages": 14_150,
     "words of notes": 8_810,
