@@ -52,6 +52,7 @@ from dino_ds.run.run_folder import (
     check_same_start,
     describe_images,
     describe_settings,
+    earlier_recipe,
     notes_on_changes,
     write_description,
 )
@@ -116,12 +117,15 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 with distributed.raise_on_all_ranks():
                     source = training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
+                stated = functools.partial(stated_images, recipe)
+                earlier = functools.partial(earlier_recipe, request.path, options.resume)
+                recipe, settings = with_image_settings(recipe, source, earlier, stated)
                 chosen = choose_ds_config(recipe, options, ds, ds_path, overrides)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
                 folder, notes = _open_folder(recipe, source, chosen, request)
                 run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
             with closing(run.log):
-                announce(run, folder, chosen, request.given, [*more_notes, *lock.notes, *notes])
+                announce(run, folder, chosen, request.given, [*more_notes, *lock.notes, *notes, *settings])
                 feed = functools.partial(
                     build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
@@ -149,7 +153,7 @@ def _build_periodic_tasks(
 def _open_folder(
     recipe: Recipe, source: Source, chosen: ChosenDsConfig, request: _Request
 ) -> tuple[RunFolder, list[str]]:
-    """Open the run folder; returns it, its recipe now with the settings of its images, and notes for the log.
+    """Open the run folder; returns it, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
     """
@@ -161,11 +165,9 @@ def _open_folder(
         folder.config_name = (request.given.config if request.given else None) or folder.config_name
         if not request.options.allow_oversize:
             chosen.check_fits()
-    stated = functools.partial(stated_images, recipe)
-    folder.recipe, settings = with_image_settings(recipe, source, folder.earlier_recipe, stated)
     folder.agree()
     notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source), *draws_of_its_own(source)]
-    return folder, [*dict.fromkeys(said), *config.notes, *notes, *settings]
+    return folder, [*dict.fromkeys(said), *config.notes, *notes]
 
 
 def _build(

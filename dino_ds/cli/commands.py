@@ -5,7 +5,9 @@ Checks before the slow imports: launchers, torchvision, and what is clearly wron
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import holds_run
+from dino_ds.config.stages import check_may_begin, holds_run
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.health.processes import RunLock
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, code_of
 from dino_ds.options.definition import Result
+from dino_ds.run.train_options import TrainOptions
 
 Function = Callable[..., Result | None]
 """Gets the options and files of a command; returns its result, or None where it has printed what it does."""
@@ -115,6 +118,10 @@ def check_options(command: str, options: Any) -> None:
             from dino_ds.commands import curate
 
             curate.check(options)
+        case "find":
+            from dino_ds.commands import curate
+
+            curate.find_features(options.features)
         case "export":
             from dino_ds.commands import export
 
@@ -151,7 +158,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
         return
 
 
-def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
+def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any]) -> None:
     """Check values and paths that would otherwise stop the start half a minute later. Raises UserError."""
     from dino_ds.data.root import check_photos
 
@@ -161,14 +168,28 @@ def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
     recipe.check_learning_rates()
     check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
     recipe.check_teacher()
-    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
+    ranks, run_dir = int(os.environ.get("WORLD_SIZE", 1)), Path(options.run_dir)
+    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
         if name is not None and (answer := weights_elsewhere(name)):
             raise CheckpointError(f"{key} {name} does not exist; {answer}")
     # Ranks of other machines check later, with all ranks: if one failed here, the first machine would wait for it.
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
-        _check_images(recipe, Path(run_dir))
-    RunLock(Path(run_dir)).check_free(int(os.environ.get("RANK", 0)))
+        _check_images(recipe, run_dir)
+        check_may_begin(run_dir, options.resume)
+    RunLock(run_dir).check_free(int(os.environ.get("RANK", 0)))
+
+
+def _surely_lacks_fp16() -> bool:
+    """Whether this machine has no accelerator's device file and an x86 CPU without instructions for fp16. False where
+    torch is loaded, which is asked later."""
+    devices = ("nvidia*", "kfd", "dri", "accel*", "davinci*")
+    if "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in devices):
+        return False
+    with contextlib.suppress(OSError):
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+        return "sse2" in flags and not flags & {"avx512_fp16", "amx_fp16", "avx_ne_convert"}
+    return False
 
 
 def _check_images(recipe: Recipe, run_dir: Path) -> None:

@@ -209,7 +209,7 @@ def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         if command is not TRAIN:
             _say_notes(notes)
     if command is TRAIN and options.print is None:
-        check_start(files["recipe"], options.run_dir, files)
+        check_start(files["recipe"], options, files)
     return options, files
 
 

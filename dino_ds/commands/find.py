@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dino_ds.basics.files import check_format, free_stem, read_object, replace_file
 from dino_ds.commands import embed
+from dino_ds.commands.curate import find_features, unreadable
 from dino_ds.commands.embedding_parts import DIGEST, digest_of
 from dino_ds.data.decode import load_image, open_image
 from dino_ds.data.encoded import ListedFiles, NamedFiles
@@ -153,10 +154,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> bytes:
 
 def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     """Open features as `embed` has written them, and the images that they are of, unchanged."""
-    path = Path(os.path.expanduser(options.features))
-    if path.suffix not in (".npy", ".parquet"):
-        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
-    beside = path.with_name(f"{path.name}.json")
+    path, beside = find_features(options.features)
     try:
         about = read_object(beside)
         check_format(about.get("format"), beside, "embed again")
@@ -166,10 +164,7 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
             raise ConfigError(f"{path} has maps of patches: embed with --what cls or mean, a vector an image")
         rows = _read_rows(path, shape, options.memory_gib)
     except OSError as error:
-        raise DataError(
-            f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
-            f"dino-ds embed, {path.name} and {beside.name} among them: bring them, or embed again"
-        ) from None
+        raise unreadable(path, error) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} and {beside.name} are not as embed writes them: {one_line(error)}") from None
     notes, blocks = list[str](), (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dino_ds.basics.files import check_format, is_url, read_object
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion
-from dino_ds.config.fields import PATH, Length, Ramp
+from dino_ds.config.fields import PATH, Length, Ramp, Resume
 from dino_ds.config.loading import allow_typed_code, change_recipe, keys_set_by, load_recipe, read_yaml, recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import differences, flatten, named_values, options_of, show_value
@@ -365,6 +365,16 @@ def check_model_path(model: str) -> None:
     path = Path(os.path.expanduser(model))
     if "/" in model and path.parent.is_dir() and not os.path.lexists(path):
         raise missing_model(model)
+
+
+def check_may_begin(run_dir: Path, resume: Resume) -> None:
+    """Raises ConfigError for a new run in a folder that holds one, CheckpointError for --resume in one without."""
+    there = holds_run(run_dir)
+    if resume is False and there:
+        how = "--resume to continue it" if holds_checkpoint(run_dir) else "--resume auto: it made no checkpoint"
+        raise ConfigError(f"{run_dir} already holds a run; add {how}, or give another --run_dir")
+    if resume not in (False, "auto") and not there:
+        raise nothing_to_resume(run_dir)
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:

@@ -37,13 +37,12 @@ from dino_ds.config.stages import (
     ORIGIN,
     Origin,
     changed_settings,
+    check_may_begin,
     check_settings,
-    holds_checkpoint,
     holds_run,
     is_free,
     learned,
     load_run_recipe,
-    nothing_to_resume,
     path_keys,
     read_environment,
     read_run_id,
@@ -285,6 +284,14 @@ def best_step(run: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def earlier_recipe(path: Path, resume: Resume) -> Recipe | None:
+    """The recipe of the resumed run, with the image settings that it began with; None if it can't be read."""
+    try:
+        return load_run_recipe(path) if holds_run(path) and resume is not False else None
+    except ConfigError:
+        return None
+
+
 class RunFolder:
     """The run folder as a start finds it: it holds a run already, or one begins there with `recipe` and `config`.
 
@@ -296,15 +303,10 @@ class RunFolder:
         self, path: Path, recipe: Recipe, config: DsConfig, resume: Resume, allow_change: str | None = None
     ) -> None:
         self.path, self.recipe, self.config = path, recipe, config
-        there = holds_run(path)
-        if resume is False and there:
-            how = "--resume to continue it" if holds_checkpoint(path) else "--resume auto: it made no checkpoint"
-            raise ConfigError(f"{path} already holds a run; add {how}, or give another --run_dir")
-        if resume not in (False, "auto") and not there:
-            raise nothing_to_resume(path)
+        check_may_begin(path, resume)
         if resume is False and allow_change is not None:
             raise ConfigError(f"--allow_change {allow_change} acts only with --resume: there is nothing to change yet")
-        self.resume = there and resume is not False
+        self.resume = holds_run(path) and resume is not False
         self.wanted_step = None if isinstance(resume, (bool, str)) else resume
         self.may_start_anew = resume in (False, "auto")
         self.run_id = read_run_id(path) if self.resume else None
@@ -313,13 +315,6 @@ class RunFolder:
         self.config_name = read_environment(path, CONFIG_NAME) if self.resume else None
         self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
         check_place(path)
-
-    def earlier_recipe(self) -> Recipe | None:
-        """The recipe of the resumed run, with the image settings that it began with; None if it can't be read."""
-        try:
-            return load_run_recipe(self.path) if self.resume else None
-        except ConfigError:
-            return None
 
     def agree(self) -> None:
         """Adopt what rank 0 has found in the folder; every rank must call this."""

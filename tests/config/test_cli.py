@@ -441,17 +441,31 @@ def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeyp
 
 
 @pytest.mark.slow
-def test_help_and_checks_import_neither_torch_nor_deepspeed():
+def test_help_and_checks_import_neither_torch_nor_deepspeed(tmp_path: Path):
+    """What the command line, files and machine tell is answered in a second or two."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    taken = f"train --data.root {tmp_path} --run_dir {tmp_path}/run"
     code = (
         "import sys\nfrom dino_ds.cli.main import main\n"
         "nowhere = 'train --data.root nowhere'\n"
-        "for words in ('', '--help', 'train --help', 'train --epoch 3', nowhere, f'{nowhere} --ds_config nope.json'):\n"
+        "for words in ('', '--help', 'train --help', 'train --epoch 3', nowhere, f'{nowhere} --ds_config nope.json', "
+        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"
         "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
-    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\nexit 2\nexit 2\nheavy []\n")
+    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 6 + "heavy []\n")
+
+
+def test_a_machine_that_surely_lacks_fp16_does(monkeypatch):
+    from dino_ds.cli.commands import _surely_lacks_fp16
+    from dino_ds.engine.process import fp16_supported
+
+    has_fp16 = fp16_supported()
+    monkeypatch.delitem(sys.modules, "torch")
+    assert not (_surely_lacks_fp16() and has_fp16)
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
