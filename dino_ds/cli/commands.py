@@ -119,9 +119,9 @@ def check_options(command: str, options: Any) -> None:
 
             curate.check(options)
         case "find":
-            from dino_ds.commands import curate
+            from dino_ds.commands import embed
 
-            curate.find_features(options.features)
+            embed.find_features(options.features)
         case "export":
             from dino_ds.commands import export
 

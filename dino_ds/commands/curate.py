@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dino_ds.basics.files import check_absent, replacing_folder, why_not_writable
+from dino_ds.commands.embed import find_features
 from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.stages import find_model_folder
-from dino_ds.errors import ConfigError, DataError, unwritable
+from dino_ds.errors import ConfigError, unwritable
 from dino_ds.options.definition import CurateOptions, Result
 
 if TYPE_CHECKING:
@@ -33,26 +34,6 @@ class Curated(NamedTuple):
     clusters: np.ndarray
     listed: np.ndarray
     notes: list[str]
-
-
-def find_features(features: str) -> tuple[Path, Path]:
-    """The paths of a file of features and of its description. Raises ConfigError, and DataError if one is missing."""
-    path = Path(os.path.expanduser(features))
-    if path.suffix not in (".npy", ".parquet"):
-        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
-    beside = path.with_name(f"{path.name}.json")
-    try:
-        beside.stat(), path.stat()
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return path, beside
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
-        f"dino-ds embed, {path.name} and {path.name}.json among them: bring them, or embed again"
-    )
 
 
 def check(options: CurateOptions) -> None:

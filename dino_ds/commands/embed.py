@@ -24,6 +24,26 @@ if TYPE_CHECKING:
     from dino_ds.weights.load import Backbone
 
 
+def find_features(features: str) -> tuple[Path, Path]:
+    """The paths of a file of features and of its description. Raises ConfigError, and DataError if one is missing."""
+    path = Path(os.path.expanduser(features))
+    if path.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
+    beside = path.with_name(f"{path.name}.json")
+    try:
+        beside.stat(), path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return path, beside
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
+        f"dino-ds embed, {path.name} and {path.name}.json among them: bring them, or embed again"
+    )
+
+
 def check(options: EmbedOptions) -> None:
     """Refuse options that are wrong whatever the images and weights are. Raises ConfigError."""
     path = Path(os.path.expanduser(options.out))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dino_ds.basics.files import check_format, free_stem, read_object, replace_file
 from dino_ds.commands import embed
-from dino_ds.commands.curate import find_features, unreadable
+from dino_ds.commands.embed import find_features, unreadable
 from dino_ds.commands.embedding_parts import DIGEST, digest_of
 from dino_ds.data.decode import load_image, open_image
 from dino_ds.data.encoded import ListedFiles, NamedFiles
