@@ -11,11 +11,13 @@ package's code.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import random
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -54,7 +56,7 @@ def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
 
     Without `on_disk` the file is not synced: safe if the process dies, not if the machine does.
     """
-    temporary = path.with_name(f"{path.name}.tmp"[-255:])
+    temporary = path.with_name(f".{path.name[-200:]}.{secrets.token_hex(4)}.tmp")  # NAME.tmp may be the user's
     try:
         yield temporary
         if on_disk:
@@ -65,6 +67,11 @@ def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def left_over(path: Path) -> list[Path]:
+    """The temporary files of `replacing` beside `path`, which a killed process has left."""
+    return [*path.parent.glob(f".{glob.escape(path.name[-200:])}.????????.tmp")]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,12 @@ _allowed = set[str]()
 
 def allow_code(texts: Iterable[object]) -> None:
     """Allow this process to import each MODULE:NAME in `texts`, which the user has typed or an own process sends."""
-    _allowed.update(name for text in texts for name in re.findall(r"[\w.]+:\w+", str(text)))
+    _allowed.update(code_in(texts))
+
+
+def code_in(texts: Iterable[object]) -> list[str]:
+    """Each MODULE:NAME in `texts`."""
+    return [name for text in texts for name in re.findall(r"[\w.]+:\w+", str(text))]
 
 
 def allowed_code() -> list[str]:

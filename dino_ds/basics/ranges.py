@@ -55,6 +55,9 @@ the center's commit over all ranks."""
 AUGMENTATION = "augmentation"
 """The range of the augmentation: within "data" on a CPU, on a stream of its own parallel to the step on a GPU."""
 
+READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"
+"""Ranges of the loading of images, in order, before the augmentation: within "data" where they run in this process."""
+
 Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []
 _observers: list[Callable[[str], None]] = []
@@ -65,6 +68,11 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     """Mark the code inside as the part `name`."""
     for observer in _observers:
         observer(name)
+    return _entered_by_all(name) if _listeners else _NOTHING
+
+
+def loading_range(name: str) -> AbstractContextManager[Any]:
+    """Mark the code inside for listeners alone: loader processes share the observers' memory with their run."""
     return _entered_by_all(name) if _listeners else _NOTHING
 
 

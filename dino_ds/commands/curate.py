@@ -13,7 +13,7 @@ import numpy as np
 
 from dino_ds.basics.files import check_absent, replacing_folder, why_not_writable
 from dino_ds.commands.embed import find_features
-from dino_ds.config.loading import recorded_recipe
+from dino_ds.config.loading import code_of, recorded_recipe
 from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.options.definition import CurateOptions, Result
@@ -159,13 +159,13 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
 
 
 def _train(embedded: Embedded, key: str, file: Path) -> str:
-    """The command that trains with this file as the run whose features these are, if a run made them and is no stage;
-    data.balance also needs the images."""
+    """The command that trains with this file as the run whose features these are, if a run made them that is no stage
+    and names no code, which --config would import; data.balance also needs the images."""
     words, origin = [f"--{key}", f"{'' if key == 'data.root' else 'clusters:'}{file}"], embedded.about["origin"]
-    recipe = find_model_folder(origin["model"]).folder / "config.yaml"
+    config = find_model_folder(origin["model"]).folder / "config.yaml"
     with suppress(ConfigError):
-        if recipe.is_file() and recorded_recipe(recipe).stage_start is None:
-            return shlex.join(["dino-ds", "train", "--config", str(recipe), *words])
+        if config.is_file() and (recipe := recorded_recipe(config)).stage_start is None and not code_of(recipe):
+            return shlex.join(["dino-ds", "train", "--config", str(config), *words])
     images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
     named = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]
     return shlex.join(["dino-ds", "train", *named, *words])

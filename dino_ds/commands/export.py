@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dino_ds.basics.files import check_absent, why_not_writable
+from dino_ds.basics.files import check_absent, left_over, why_not_writable
 from dino_ds.basics.names import sidecar_of
 from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError
@@ -63,7 +63,7 @@ def _check_place(source: Path, format: str, path: Path) -> None:
     if format != "timm" and path.suffix != ".safetensors":
         raise ConfigError(f"--out {path} does not end in .safetensors, by which such a file is known: name it so")
     # An export that was killed leaves a description, and weights under a temporary name.
-    is_left_over = not path.exists() and path.with_name(f"{path.name}.tmp").exists()
+    is_left_over = not path.exists() and bool(left_over(path))
     for made in (path,) if format == "timm" or is_left_over else (path, sidecar_of(path)):
         check_absent(made)
     if reason := why_not_writable(path):

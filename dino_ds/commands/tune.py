@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dino_ds.basics.files import replace_file
 from dino_ds.basics.formatting import gib, markdown_table, number, percent
-from dino_ds.basics.ranges import PARTS
-from dino_ds.config.loading import dump_recipe, load_recipe, recipe_names
+from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import flatten, show_value
-from dino_ds.engine.distributed import usable_cores
+from dino_ds.config.schema import show_value
+from dino_ds.costs.memory import GIB
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.bench.trials import Measurement, Setting, Trials, beats
-from dino_ds.planning.bench.tune import ENOUGH_WAIT, Findings, Search
+from dino_ds.options.flags import Flags
+from dino_ds.planning.bench.trials import Measurement, Trials
+from dino_ds.planning.bench.tune import ENOUGH_WAIT, Search
 from dino_ds.planning.fit import FILLED, check_new, write_ds
 from dino_ds.planning.host import find_machine
 from dino_ds.planning.measure import describe_host, host_line
@@ -33,208 +31,169 @@ from dino_ds.report.html import build_document, draw_chart, render
 _BUSY = 0.15
 """Cores that other programs may keep busy before the page says so."""
 _COLORS = {"as given": 8, "tuned": 1}
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "images_per_second": ("images/s", lambda value: number(value, 3)),
+    "spread": ("spread", lambda value: f"{100 * value:.0f} %"),
+    "predicted_gib": ("memory of a rank, predicted", gib),
+    "peak_gib": ("measured", gib),
+    "loader": ("loader alone, images/s", lambda value: number(value, 3)),
+    "wait": ("wait in the step", lambda value: percent(100 * value)),
+}
+"""Titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them."""
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
+"""A title, a header, rows, and a note or ""."""
 
 
-class Table(NamedTuple):
-    """A part of the page: a table with a note below it."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    note: str = ""
-
-
-def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
+def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, flags: Flags) -> Result:
     """Measure, and write the page and its JSON, also where Ctrl-C ends the search early.
 
     Raises ConfigError for a page or folder that can't be written, OutOfMemory if no micro-batch runs.
     """
     import torch
 
-    page, data = Path(options.out), Path(options.out).with_suffix(".json")
-    _check_files(page, data, options)
+    page = Path(options.out)
+    _check_files(page, options)
     init_distributed()
     ranks, machine = options.ranks or torch.cuda.device_count() or 1, find_machine()
     limit = machine.host_gib / ranks if machine.card_gib is None else FILLED * machine.card_gib
-    limit = min(limit, options.memory_gib or limit)
-    threads = options.threads or max(1, len(usable_cores()) // ranks)
-    trials = Trials(data, options.minutes, threads, ranks, limit, options.resume)
-    search, error = Search(recipe, ds, ds_path, trials), None
+    trials = Trials(options, ranks, min(limit, options.memory_gib or limit))
+    search, error = Search(recipe, ds_path, flags.ds, trials), None
     try:
         search.run()
-        if options.profile and search.findings.best:
-            trials.step(search.findings.best, 1.0, profile=options.profile)
+        if options.profile and search.best:
+            trials.step(search.best, profile=options.profile)
     except (KeyboardInterrupt, OutOfMemory) as reason:  # what is known so far is shown
         error = reason
-    findings = search.findings
-    command = _command(findings, recipe, ranks, Path(options.write) if options.write else None)
-    tables, verdict = list(_tables(findings, trials)), _verdict(findings)
-    heading = f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"
-    remarks = _remarks(trials, recipe)
-    lines = [heading, host_line(describe_host()), "", *remarks, verdict, command]
-    facts = {
-        "verdict": verdict,
-        "command": command,
-        **asdict(replace(findings, best=None, settings={})),
-        "others_cores": trials.others_cores,
-    }
-    body = render("tune.html", lines=lines[:2], remarks=remarks, verdict=verdict, command=command, tables=tables,
-                  charts_drawn=[*filter(None, map(draw_chart, _charts(findings)))], parts=(parts := _parts(findings)),
-                  most=max((length for _, _, [(_, length)] in parts), default=1.0))  # fmt: skip
+    command, verdict, tables = _command(search, flags, ranks, options.write), _verdict(search), _tables(search)
+    about = f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"
+    lead, remarks = [about, host_line(describe_host())], list(_remarks(trials, search.has_images))
+    facts = {"verdict": verdict, "command": command, "limited_by": search.limited_by, "skipped": search.skipped}
+    for name in ("sizes", "levers", "loaders", "pair"):
+        facts[name] = {key: result.facts() for key, result in getattr(search, name).items()}
+    trials.write(result=facts | {"others_cores": trials.others_cores})
+    body = render("tune.html", lines=lead, remarks=remarks, verdict=verdict, command=command, tables=tables,
+                  charts_drawn=[*filter(None, map(draw_chart, _charts(search)))], bars_drawn=_bars(search))  # fmt: skip
     replace_file(page, build_document("bench tune", body))
-    replace_file(data, json.dumps({"kept": trials.kept, "result": facts}, indent=1))
-    for table in tables:
-        lines += ["", table.title, markdown_table(table.header, table.rows), *([table.note] if table.note else [])]
-    return Result(facts, "\n".join([*lines, "", f"page     {page}, {data}"]), error=error)
+    lines = [*lead, "", *remarks, verdict, command]
+    for title, header, rows, note in tables:
+        lines += ["", title, markdown_table(header, rows) if header else "\n".join(map("".join, rows)), note]
+    return Result(facts, "\n".join([*lines, f"page     {page}, {page.with_suffix('.json')}"]), error=error)
 
 
-def _check_files(page: Path, data: Path, options: BenchTuneOptions) -> None:
+def _check_files(page: Path, options: BenchTuneOptions) -> None:
     if page.suffix != ".html" or not page.absolute().parent.is_dir():
         raise ConfigError(f"--out {page} must be an .html file in a folder that exists")
-    if not options.resume and (taken := next((path for path in (page, data) if path.exists()), None)):
-        raise ConfigError(f"{taken} exists: --resume goes on with its trials, --out NAME.html takes another name")
+    taken = [path for path in (page, page.with_suffix(".json")) if path.exists() and not options.resume]
+    if taken:
+        raise ConfigError(f"{taken[0]} exists: --resume goes on with its trials, --out NAME.html takes another name")
     if options.write:
         check_new(Path(options.write))
 
 
-def _remarks(trials: Trials, recipe: Recipe) -> list[str]:
-    """Remarks on the figures: made-up images, and other programs that kept cores busy."""
-    made_up = recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture
-    busy = trials.others_cores
-    return [
-        *["images   made up, since none are named: the loader was not measured (--data.root FOLDER)"] * made_up,
-        *[f"noise    other programs kept {busy:.1f} cores busy: repeat it on a quiet machine"] * (busy > _BUSY),
-    ]
+def _remarks(trials: Trials, has_images: bool) -> Iterator[str]:
+    """Yield remarks on the figures: made-up images, and other programs that kept cores busy."""
+    if not has_images:
+        yield "images   made up, since none are named: the loader was not measured (--data.root FOLDER)"
+    if trials.others_cores > _BUSY:
+        yield f"noise    other programs kept {trials.others_cores:.1f} cores busy: repeat it on a quiet machine"
 
 
-def _verdict(findings: Findings) -> str:
+def _verdict(search: Search) -> str:
     """The result of the search in a sentence."""
-    if "tuned" not in findings.pair or not findings.pair["tuned"].rates:
+    given, tuned = (search.pair.get(name) for name in _COLORS)
+    if given is None or tuned is None or not tuned.rates:
         return "not finished: the reasons are below"
-    shipped, tuned = findings.pair["as given"], findings.pair["tuned"]
-    if shipped.failed:
-        return (
-            f"{number(tuned.images_per_second, 3)} images/s; as given, it does not run here: {one_line(shipped.failed)}"
-        )
-    ratio, spread = tuned.images_per_second / shipped.images_per_second, max(shipped.spread, tuned.spread)
+    if not given.rates:
+        return f"{number(tuned.images_per_second, 3)} images/s; as given, it does not run: {one_line(given.failed)}"
+    ratio, spread = tuned.images_per_second / given.images_per_second, max(given.spread, tuned.spread)
     gain = f"{ratio:.2f} times the images/s of the settings as given (spread {100 * spread:.0f} %)"
-    learned = "; what is learned is equal up to rounding"
-    return f"{gain}{learned}" if beats(tuned, shipped) else f"no faster than as given, within the spread: {gain}"
+    if tuned.beats(given):
+        return f"{gain}; what is learned is equal up to rounding"
+    return f"nothing is faster than the settings as given by more than the spread: what was found has {gain}"
 
 
-def _command(findings: Findings, recipe: Recipe, ranks: int, folder: Path | None) -> str:
+def _command(search: Search, flags: Flags, ranks: int, folder: str | None) -> str:
     """The command that trains with what was found, or "" if nothing was; also written to `folder`, if given."""
-    if findings.best is None:
+    best = search.best
+    if best is None:
         return ""
-    workers = {} if findings.workers is None else {"data.workers": str(findings.workers)}
-    ds = {**findings.best.ds, "train_micro_batch_size_per_gpu": findings.best.config.micro_batch}
-    ds["gradient_accumulation_steps"] = findings.best.config.accumulation
+    sizes = {"train_micro_batch_size_per_gpu": best.config.micro_batch}
+    sizes["gradient_accumulation_steps"] = best.config.accumulation
+    words = {"config": flags.fixed["config"]} if "config" in flags.fixed else dict[str, Any]()
+    words |= flags.recipe | {"data.workers": best.recipe.data.workers, "ds_config": best.path}
+    words |= {f"ds.{key}": value for key, value in {**best.changes, **sizes}.items()}
     if folder is not None:
-        folder.mkdir()
-        (folder / "recipe.yaml").write_text(dump_recipe(findings.best.recipe), encoding="utf-8")
-        write_ds(ds, folder / "ds_config.json")
-        words = ["--config", f"{folder}/recipe.yaml", "--ds_config", f"{folder}/ds_config.json"]
-        words += [word for key, value in workers.items() for word in (f"--{key}", value)]
-    else:
-        words = [*_recipe_words(recipe, workers), "--ds_config", findings.best.path, *_ds_words(findings.best)]
+        words = {name: Path(folder, file) for name, file in (("config", "recipe.yaml"), ("ds_config", "ds.json"))}
+        Path(folder).mkdir()
+        words["config"].write_text(dump_recipe(best.recipe), encoding="utf-8")
+        write_ds({**best.ds, **sizes}, words["ds_config"])
     program = ["deepspeed", "--num_gpus", str(ranks), "dino_ds/train.py"] if ranks > 1 else ["dino-ds", "train"]
-    return shlex.join([*program, *words])
+    return shlex.join([*program, *(word for key, value in words.items() for word in (f"--{key}", show_value(value)))])
 
 
-def _recipe_words(recipe: Recipe, changes: dict[str, str]) -> list[str]:
-    """The options of `train` that give this recipe, changed: those that the nearest shipped recipe does not set."""
-    wanted, fewest = {key: show_value(value) for key, value in _flat(recipe).items()} | changes, None
-    for name in (None, *recipe_names()):
-        try:
-            shipped = {key: show_value(value) for key, value in _flat(load_recipe(name, {})).items()}
-        except ConfigError:  # a recipe that is one only with weights to start from
-            continue
-        others = {key: value for key, value in wanted.items() if shipped.get(key) != value}
-        if fewest is None or len(others) < len(fewest[1]):
-            fewest = name, others
-    assert fewest is not None
-    named = [] if fewest[0] is None else ["--config", fewest[0]]
-    return [*named, *(word for key, value in fewest[1].items() for word in (f"--{key}", value))]
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    return flatten(recipe.model_dump())
-
-
-def _ds_words(best: Setting) -> list[str]:
-    """The options of `train` that make the ds JSON at `best.path` the measured one."""
-    sizes = {
-        "train_micro_batch_size_per_gpu": best.config.micro_batch,
-        "gradient_accumulation_steps": best.config.accumulation,
-    }
-    return [word for key, value in {**best.changes, **sizes}.items() for word in (f"--ds.{key}", str(value))]
-
-
-def _figures(result: Measurement) -> tuple[str, ...]:
-    spread = f"{100 * result.spread:.0f} %"
-    return number(result.images_per_second, 3), spread, gib(result.peak_mib / 1024)
-
-
-def _tables(findings: Findings, trials: Trials) -> list[Table]:
+def _tables(search: Search) -> list[Table]:
     """The parts of the page that have rows."""
-    sizes = [
-        (str(size), gib(findings.predicted_gib[size]), *(("–", "–", "–") if result.failed else _figures(result)))
-        for size, result in findings.sizes.items()
-    ]
-    loaders = [
-        (
-            str(n),
-            number(speed["images_per_second"]),
-            percent(100 * speed["wait"]),
-            number(speed["step_images_per_second"]),
-        )
-        for n, speed in findings.loaders.items()
-    ]
-    levers = {name: result for name, result in findings.levers.items() if not result.failed}
-    fastest = sorted(levers, key=lambda name: -levers[name].images_per_second)
-    measured = ("images/s", "spread", "peak of a rank")
-    limit = f"A rank may take {gib(trials.limit_gib)}. {findings.limited_by or 'The largest is the whole batch'}."
-    pair = [(name, *_figures(result)) for name, result in findings.pair.items() if result.rates]
-    enough = (
-        f"Taken: {findings.workers}, the fewest with a wait below {100 * ENOUGH_WAIT:.0f} %, or the fastest step's."
-    )
-    tables = [
-        Table("As given and tuned", ("", *measured), pair),
-        Table("Micro-batches", ("images", "predicted", *measured), sizes, limit),
-        Table("Loader processes", ("", "alone, images/s", "wait in the step", "step, images/s"), loaders, enough),
-        Table("Loading an image", ("stage", "ms"), [(name, f"{ms:.2f}") for name, ms in findings.stages.items()]),
-        Table("Levers, each changed alone", ("", *measured, "what is learned"),
-              [(name, *_figures(levers[name]), findings.settings[name].learned) for name in fastest]),
-        Table("Not measured", ("", "why"), [(name, one_line(reason)) for name, reason in findings.skipped.items()]),
+    levers = dict(sorted(search.levers.items(), key=lambda lever: -max(lever[1].rates, default=0.0)))
+    front = ", ".join(name for name, one in levers.items() if not any(map(one.is_worse, levers.values())))
+    but = "".join(f", but for {key}: {one.setting.learned}" for key, one in levers.items() if one.setting.learned)
+    stages = next((one.stages for one in search.loaders.values()), {})  # without loader processes, all are measured
+    skipped = dict[str, list[str]]()
+    for name, reason in search.skipped.items():
+        skipped.setdefault(one_line(reason), []).append(name)
+    tables: list[Table] = [
+        _table("As given and tuned", search.pair),
+        _table("Micro-batches", search.sizes, f"Largest: {search.limited_by or 'the whole batch'}."),
+        _table("Loader processes", search.loaders, f"Taken: the fewest that wait below {ENOUGH_WAIT:.0%} of the step."),
+        ("Loading an image", ("stage", "ms"), [(name, f"{ms:.2f}") for name, ms in stages.items()], ""),
+        _table("Levers, each changed alone", levers, f"None is faster and takes less memory than {front} (Pareto). "
+               f"What is learned is equal up to rounding{but}."),
+        ("Not measured", (), [(f"{', '.join(names)}: {reason}",) for reason, names in skipped.items()], ""),
     ]  # fmt: skip
-    return [table for table in tables if table.rows]
+    return [table for table in tables if table[2]]
 
 
-def _charts(findings: Findings) -> list[Chart]:
-    """Throughput and memory over the micro-batch, and the wait over the loader processes."""
-    ran = {size: result for size, result in findings.sizes.items() if not result.failed}
-    rates = _curve({size: result.images_per_second for size, result in ran.items()})
-    measured = _curve({size: result.peak_mib / 1024 for size, result in ran.items()})
-    predicted = _curve({size: gib for size, gib in findings.predicted_gib.items() if gib is not None})
-    wait, waits = "Wait for images", _curve({n: 100 * loader["wait"] for n, loader in findings.loaders.items()})
-    memory = [Line("measured", measured, 1, "dots"), Line("predicted", predicted, 2, "dots")]
-    images, loaders = "images of a micro-batch", "loader processes"
-    return [
-        Chart("Throughput", "images/s", [Line("Throughput", rates, 1, "dots")], {}, zero=True, x=images),
-        Chart("Memory of a rank", "GiB", memory, {}, zero=True, x=images),
-        Chart(wait, "% of the step", [Line(wait, waits, 3, "dots")], {}, zero=True, x=loaders),
-    ]  # fmt: skip
-
-
-def _curve(points: Mapping[int, float]) -> Curve:
-    return Curve(np.array([*points], float), np.array([*points.values()], float))
-
-
-def _parts(findings: Findings) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Bars of the parts of a step, as given and tuned, in seconds."""
-    return [
-        (f"{part}, {name}", f"{result.parts[part]:.3g} s", [(_COLORS[name], result.parts[part])])
-        for part in PARTS
-        for name, result in findings.pair.items()
-        if part in result.parts
+def _table(title: str, measured: Mapping[str, Measurement], note: str = "") -> Table:
+    rows = {name: one.facts() for name, one in measured.items()}
+    shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows.values())]
+    cells = [
+        (name, *("–" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown))
+        for name, row in rows.items()
     ]
+    return title, ("", *(_COLUMNS[key][0] for key in shown)), cells, note
+
+
+def _charts(search: Search) -> Iterator[Chart]:
+    """Yield throughput and memory over the micro-batch, and the wait over the loader processes."""
+    of_sizes = ("images of a micro-batch", {one.setting.config.micro_batch: one for one in search.sizes.values()})
+    of_loaders = ("loader processes", {one.setting.recipe.data.workers or 0: one for one in search.loaders.values()})
+    for title, unit, (x, measured), keys in (
+        ("Throughput", "images/s", of_sizes, ("images_per_second",)),
+        ("Memory of a rank", "GiB", of_sizes, ("peak_gib", "predicted_gib")),
+        ("Wait for images", "part of the step", of_loaders, ("wait",)),
+    ):
+        facts = {at: one.facts() for at, one in measured.items()}
+        points = {key: {at: row[key] for at, row in facts.items() if row.get(key) is not None} for key in keys}
+        lines = [
+            Line(_COLUMNS[key][0], Curve(np.array([*xy], float), np.array([*xy.values()], float)), color, "dots")
+            for color, (key, xy) in enumerate(points.items(), 1)
+        ]
+        yield Chart(title, unit, lines, {}, zero=True, x=x)
+
+
+def _bars(search: Search) -> Iterator[tuple[str, list[tuple[str, str, list[tuple[int, float]]]], float]]:
+    """Yield title, rows and longest bar of the parts of a step's time and of a rank's memory, as given and tuned."""
+    seconds = {name: one.parts for name, one in search.pair.items()}
+    memory = {name: one.setting.memory.parts for name, one in search.pair.items() if one.setting.memory}
+    gibs = {name: {part: size / GIB for part, size in parts.items()} for name, parts in memory.items()}
+    for title, values, show in (
+        ("Parts of a step", seconds, lambda value: f"{value:.3g} s"),
+        ("Memory of a rank, predicted", gibs, gib),
+    ):
+        parts = dict.fromkeys(part for each in values.values() for part in each)
+        rows = [
+            (f"{part}, {name}", show(each[part]), [(_COLORS[name], each[part])])
+            for part in parts
+            for name, each in values.items()
+            if part in each
+        ]
+        yield title, rows, max((length for _, _, [(_, length)] in rows), default=1.0)

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from dino_ds.basics.files import FORMAT, check_format, is_file, read_text
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import MOST_PROBLEMS, as_written, did_you_mean, missing_file, unquoted, words_elsewhere
-from dino_ds.basics.own_code import CODE_KEYS, allow_code
+from dino_ds.basics.own_code import CODE_KEYS, allow_code, code_in
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.schema import (
@@ -251,6 +251,11 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
 def recorded_recipe(path: Path) -> Recipe:
     """Load the recipe that a run has recorded in its folder, which allows no code. Raises as `load_recipe` does."""
     return _validate(_collect(str(path), {}))
+
+
+def code_of(recipe: Recipe) -> list[str]:
+    """Each MODULE:NAME that a recipe names: --config with its file allows their import."""
+    return code_in([recipe.data.source, recipe.model.backbone, recipe.objective.terms, recipe.teacher.others])
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:

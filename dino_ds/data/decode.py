@@ -27,6 +27,7 @@ from PIL import Image, ImageFile, PngImagePlugin
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.basics.files import opened
+from dino_ds.basics.ranges import READ, loading_range
 from dino_ds.config.fields import ARCHIVES, HDF5
 from dino_ds.data.images import (
     PILLOW,
@@ -197,7 +198,9 @@ def open_image(
     """
     read = getattr(source, "read", None)
     if read is not None:
-        return EncodedImage(read(index), source.name(index), max_pixels, value_range, channels)
+        with loading_range(READ):
+            data = read(index)
+        return EncodedImage(data, source.name(index), max_pixels, value_range, channels)
     image, name = source.load(index), source.name(index)
     values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else np.array(image)
     return DecodedImage(values, name, max_pixels, value_range)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from dino_ds.basics.files import crop_seed
-from dino_ds.basics.ranges import AUGMENTATION, named_range
+from dino_ds.basics.ranges import AUGMENTATION, COPY, loading_range, named_range
 from dino_ds.config.crops import all_crops
 from dino_ds.data.batches import (
     LoaderBatch,
@@ -102,7 +102,8 @@ class DevicePrefetcher:
 
 def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
     """Copy a batch to the device and augment it there on the current stream; the host does not wait."""
-    moved = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
+    with loading_range(COPY):
+        moved = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
     with named_range(AUGMENTATION):
         crops = augmented_crops(moved)
     return Batch(crops, moved.indices, batch.epoch, batch.names, batch.bad, moved.masks)

@@ -23,6 +23,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
 from dino_ds.basics.files import crop_seed
+from dino_ds.basics.ranges import CROP, DECODE, loading_range
 from dino_ds.config.crops import AUGMENTATIONS, Augmentation, CropGroup, crop_sizes
 from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
@@ -47,12 +48,14 @@ def cut_crops(
 ) -> list[Tensor]:
     """Crops (size, size, c) of an image: cut, resized and turned; in `outputs`, tensors of that shape, if given."""
     boxes = [crop.box for crop in sampled]
-    array = image.decode(largest_shrink(boxes, sizes))
+    with loading_range(DECODE):
+        array = image.decode(largest_shrink(boxes, sizes))
     if array.shape[:2] != (image.height, image.width):
         across, down = array.shape[1] / image.width, array.shape[0] / image.height
         boxes = [shrunk_box(box, across, down) for box in boxes]
     buffers = [None] * len(boxes) if outputs is None else outputs
-    crops = [resize_crop(array, *each) for each in zip(boxes, sizes, buffers, strict=True)]
+    with loading_range(CROP):
+        crops = [resize_crop(array, *each) for each in zip(boxes, sizes, buffers, strict=True)]
     turned = [torch.rot90(crop, p.turns) if p.turns else crop for crop, p in zip(crops, sampled, strict=True)]
     if outputs is None:
         return turned

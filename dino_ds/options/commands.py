@@ -74,7 +74,7 @@ class ShardOptions:
     json: Json = False
 
 
-@command("doctor", "train", takes_recipe=True, takes_config=True, takes_ds=True, loads_torch=False)
+@command("doctor", "train", takes_recipe=True, takes_flags=True, takes_ds=True, loads_torch=False)
 class DoctorOptions:
     """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
@@ -119,7 +119,6 @@ class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
     compare: str | None = option(None, "KEY=A,B: two values of a key, interleaved in one process")
-    data: bool = option(False, "load real images, so that waiting for them is measured too")
     profile: str | None = option(None, "folder for torch's trace of 3 more steps, whose operators are listed")
     steps: _Steps = 10
 
@@ -131,7 +130,7 @@ class BenchLadderOptions(BenchOptions):
     steps: _Steps = 7
 
 
-@command("bench tune", "measure", takes_recipe=True, takes_ds=True)
+@command("bench tune", "measure", takes_recipe=True, takes_ds=True, takes_flags=True)
 class BenchTuneOptions:
     """the largest and the fastest micro-batch, loader processes and levers of this machine, by measuring"""
 

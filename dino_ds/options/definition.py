@@ -69,7 +69,7 @@ class Command:
         recipe: default of --config, None for the schema's defaults.
         ds_config: default of --ds_config, None where it may be left out (`ds` and `ds_path` are None then).
         needs_images: images must be named.
-        takes_config: the function also gets `config`, what --config names, or None.
+        takes_flags: the function also gets `flags`, the options as they were given.
         loads_torch: the command needs torch: it stops before it starts if torch does not load.
         ds_shown: words of help for the default of --ds_config, where that depends on the machine; the function then
             gets `ds_overrides`, the keys that `--ds.` options change, or None where --ds_config is given.
@@ -84,7 +84,7 @@ class Command:
     takes_ds: bool = False
     ds_config: str | None = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
-    takes_config: bool = False
+    takes_flags: bool = False
     loads_torch: bool = True
     ds_shown: str = ""
 

@@ -80,8 +80,8 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if command.takes_config:
-        files["config"] = config
+    if command.takes_flags:
+        files["flags"] = flags
     return options, files
 
 

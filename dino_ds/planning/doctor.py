@@ -25,6 +25,7 @@ from dino_ds.engine.process import import_deepspeed
 from dino_ds.errors import DataError, one_line
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.options.definition import Result
+from dino_ds.options.flags import Flags
 from dino_ds.planning.machines import look_at_machines, read_hostfile
 
 _DRIVER = "/proc/driver/nvidia/version"
@@ -37,12 +38,12 @@ _LOAD_CURES = {
 }
 
 
-def run(options: DoctorOptions, *, recipe: Recipe, config: str | None, ds: Mapping[str, Any], ds_path: str) -> Result:
+def run(options: DoctorOptions, *, recipe: Recipe, flags: Flags, ds: Mapping[str, Any], ds_path: str) -> Result:
     """Print each finding as soon as it is known; the result exits with code 2 if something would stop training."""
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
     findings, hosts = [], {} if options.hostfile is None else read_hostfile(options.hostfile)
-    on_machines = _look_at_machines(options, hosts, recipe, config, ds_path) if hosts else ()
+    on_machines = _look_at_machines(options, hosts, recipe, flags, ds_path) if hosts else ()
     for finding in itertools.chain(_findings(options, recipe, ds, ds_path), on_machines):
         findings.append(finding)
         if not options.json:
@@ -75,8 +76,9 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
 
 
 def _look_at_machines(
-    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, config: str | None, ds_path: str
+    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, flags: Flags, ds_path: str
 ) -> Iterator[Finding]:
+    config = flags.fixed.get("config")
     recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
     files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
     data = recipe.data

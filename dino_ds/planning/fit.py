@@ -16,7 +16,6 @@ from typing import Any
 from dino_ds.basics.files import check_absent, replacing
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import COMMUNICATES_IN_STEP, DsConfig
-from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
@@ -198,28 +197,24 @@ def recommend(
     shapes: Sequence[Shape] = SHAPES,
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
 ) -> Recommendation:
-    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError, with what fits, if
-    nothing does.
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError, with remedies, if
+    nothing fits.
 
     make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
     """
     if found := _search(recipe, cluster, limit_gib, shapes, make_ds):
         return found
-    changes, others = _changes_for_offloading(recipe), {}
-    if changes:
-        optimizer = recipe.optimizer.model_copy(update=changes)
-        options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
-        others[f"{options}, which allows offloading"] = recipe.model_copy(update={"optimizer": optimizer})
-    others[f"the recipe for small images, --config {SMALL}"] = load_recipe(SMALL, {})
-    fitting = (name for name, other in others.items() if _search(other, cluster, limit_gib, shapes, make_ds))
-    remedy = next(fitting, "more GPUs, larger ones or a smaller model")
+    changes = _changes_for_offloading(recipe)
+    options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
+    offloading = f"{options}, which allows offloading, " if changes else ""
     needed = min(
         (_estimate(recipe, make_ds(shape, cluster.gpu.bf16), cluster, limit_gib, 1).memory.gib, str(shape))
         for shape in shapes
         if not (shape.offload and changes)
     )
     raise ConfigError(
-        f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take {remedy}"
+        f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take "
+        f"{offloading}more GPUs, larger ones, a smaller model or the recipe for small images, --config {SMALL}"
     )
 
 

@@ -391,7 +391,7 @@ def run_in_child(
                     )
         codes = _wait(processes, limits)
         if -signal.SIGKILL in codes:
-            raise ChildOutOfMemory("a measuring process was killed, most likely for its memory: take a smaller --batch")
+            raise ChildOutOfMemory("a measuring process was killed, most likely for its memory: take a smaller batch")
         if any(codes) or not result.exists():
             lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
             reason = lines[-1] if lines else "it printed nothing"

@@ -13,7 +13,6 @@ from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
-from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters, share, student_facts
@@ -179,9 +178,9 @@ def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None
 def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
     """Raises ConfigError, with what does fit, if the predicted memory is more than a GPU or the host has."""
     if problem := _problem(recipe, start.config, machine):
-        cures = ", or ".join(filter(None, (_fitting_options(recipe, start, machine), _fitting_recipe(start, machine))))
-        cure = cures or "take a smaller model, smaller crops or fewer prototypes"
-        raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
+        cure = _fitting_options(recipe, start, machine) or "take a smaller model, smaller crops or fewer prototypes"
+        small = f"the recipe for small images, --config {SMALL}"
+        raise ConfigError(f"{start.path} {problem}: {cure}, or {small}; --allow_oversize starts it all the same")
 
 
 def _fitting_options(recipe: Recipe, start: Start, machine: Machine) -> str:
@@ -205,19 +204,6 @@ def _fitting_options(recipe: Recipe, start: Start, machine: Machine) -> str:
         first = bisect.bisect_left(choices, True, key=fits)  # memory falls with the micro-batch
         if first < len(choices):
             return "add " + " ".join(f"--ds.{key} {value}" for key, value in choices[first].items())
-    return ""
-
-
-def _fitting_recipe(start: Start, machine: Machine) -> str:
-    """The option that names the recipe for few or small images, if that fits; else ""."""
-    with suppress(ConfigError):
-        small = load_recipe(SMALL, {})
-        if machine.card_gib is not None:
-            config = planned_start(small, {}, machine).config
-        else:
-            ds = _changed(start.ds, start.path, {_MICRO: "auto", _ACCUMULATION: "auto"})
-            config = _resolve(small, ds, start.path, machine)
-        return "" if _problem(small, config, machine) else f"take the recipe for small images, --config {SMALL}"
     return ""
 
 

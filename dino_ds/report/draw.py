@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
@@ -146,27 +145,13 @@ def draw_neighbors(
     return sheet.figure
 
 
-def place(features: Tensor) -> tuple[np.ndarray, str]:
-    """Features (n, d), n > 1 -> points (n, 2), the same in each call, and the method's name: t-SNE if scikit-learn is
-    installed and n >= 5, else PCA. Features are normalized, as in k-NN."""
-    unit = F.normalize(features.float(), dim=-1)
-    if len(unit) >= 5 and _has_sklearn():
-        from sklearn.manifold import TSNE
+def place(features: Tensor) -> np.ndarray:
+    """Features (n, d), n > 1 -> points (n, 2) by t-SNE, the same in each call. They are normalized, as in k-NN."""
+    from sklearn.manifold import TSNE
 
-        perplexity = min(30.0, (len(unit) - 1) / 3)
-        return TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(unit.numpy()), "t-SNE"
-    centered = unit - unit.mean(dim=0)
-    _, _, axes = torch.linalg.svd(centered, full_matrices=False)
-    return (centered @ axes[:2].T).numpy(), "PCA"
-
-
-def _has_sklearn() -> bool:
-    try:
-        spec = importlib.util.find_spec("sklearn")
-    except ValueError:  # a stand-in for a module may have no spec
-        return False
-    # A folder that an uninstalled package left behind, such as a cache, has no file to import.
-    return spec is not None and spec.origin is not None
+    unit = F.normalize(features.float(), dim=-1).numpy()
+    points: np.ndarray = TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=0).fit_transform(unit)
+    return points
 
 
 def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Sequence[str] | None, title: str) -> Figure:

@@ -151,10 +151,10 @@ class _Bank:
         self._groups = [classes[label] if classes and label >= 0 else None for label in known]
 
     def draw_map(self) -> Figure:
-        points, method = draw.place(self._features)
+        points = draw.place(self._features)
         known = [group for group in self._groups if group is not None]
         groups = known if len(known) == len(self._groups) else None
-        return draw.draw_map(points, self._thumbnails, groups, f"{method} of {len(points)} images' features")
+        return draw.draw_map(points, self._thumbnails, groups, f"t-SNE of {len(points)} images' features")
 
     def draw_neighbors(self) -> Figure:
         """Draw the nearest images of some queries; a query is not its own neighbor."""

@@ -11,7 +11,7 @@ import numpy as np
 from dino_ds.basics.formatting import percent, short
 from dino_ds.basics.names import step_name
 from dino_ds.config.evaluation import margin_of_chance
-from dino_ds.config.loading import recipe_options
+from dino_ds.config.loading import code_of, recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values, show_value
 from dino_ds.config.stages import ORIGIN, Origin
@@ -182,4 +182,6 @@ def reproduction(run: RunFiles) -> str:
     ranks = run.environment.get("ranks")
     several = isinstance(ranks, int) and ranks > 1
     program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"] if several else ["dino-ds", "train"]
-    return shlex.join([*program, *files, "--run_dir", "NEW"])
+    code = ", ".join(code_of(run.recipe)) if run.recipe else ""
+    warning = f"  # imports {code}, which config.yaml names: look at it first" if code else ""
+    return shlex.join([*program, *files, "--run_dir", "NEW"]) + warning

@@ -22,7 +22,14 @@ from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.layouts import Weights, check_numbers
 from dino_ds.weights.load import describe
 from dino_ds.weights.read import checkpoint_of, find_weights, is_checkpoint, network_parts
-from dino_ds.weights.sidecar import normalization_of, open_checkpoint, range_of, recipe_of, stated_normalization
+from dino_ds.weights.sidecar import (
+    normalization_of,
+    notes_on_mean,
+    open_checkpoint,
+    range_of,
+    recipe_of,
+    stated_normalization,
+)
 from dino_ds.weights.start import channels_of, read_start
 
 _CENTERS = ("center", "ibot_center")
@@ -126,7 +133,7 @@ def _of_weights(source: str) -> FrozenSource:
         weights.heads,
         normalization_of(weights.about, network.spec.in_chans),
         range_of(weights.about),
-        notes=[*weights.notes, *network.notes],
+        notes=[*weights.notes, *network.notes, *notes_on_mean(weights.about, network.spec.in_chans)],
     )
 
 

@@ -39,7 +39,7 @@ from dino_ds.models.specs.foreign import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.layouts import BASE, EPS, MOST_SIZE, USUAL_SIZE, Weights, few, has_rope
 from dino_ds.weights.read import find_weights
-from dino_ds.weights.sidecar import normalization_of, range_of
+from dino_ds.weights.sidecar import normalization_of, notes_on_mean, range_of
 
 RESIZINGS = ("dino", "antialias")
 """Ways to resize learned positions for images of another size."""
@@ -428,7 +428,7 @@ def load(
         filled = _filled(description, loaded.backbone)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    notes = [*loaded.notes, *description.notes]
+    notes = [*loaded.notes, *description.notes, *notes_on_mean(loaded.about, description.spec.in_chans)]
     model = Backbone(filled, description.image_size, path, loaded.about, loaded.heads, notes)
     model.mask_token = loaded.mask_token
     return model.to(device)

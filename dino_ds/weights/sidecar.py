@@ -86,6 +86,12 @@ def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalizati
     return Normalization(mean, std)
 
 
+def notes_on_mean(about: Mapping[str, Any], channels: int) -> list[str]:
+    """A note where no file says the mean and deviation that were removed from training images."""
+    said = stated_normalization(about, channels)
+    return [] if said else ["no file says the mean and std of its images: ImageNet's, unless data.mean sets others"]
+
+
 def range_of(about: Mapping[str, Any]) -> ValueRange | None:
     """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
     if "value_range" not in about:

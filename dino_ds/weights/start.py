@@ -29,7 +29,7 @@ from dino_ds.models.trained import adapters_in
 from dino_ds.weights.layouts import LOCAL_NORM, Weights, split_local_norm, with_biases
 from dino_ds.weights.load import describe, fit_tensors
 from dino_ds.weights.read import find_weights
-from dino_ds.weights.sidecar import notes_on_range, range_of
+from dino_ds.weights.sidecar import notes_on_mean, notes_on_range, range_of
 
 FLAGS = ("patch_size", "width", "depth", "heads", "in_chans", "registers")
 
@@ -176,7 +176,7 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
             weights, notes = _fit_vit(weights, model, ours)
         else:
             notes = _notes_on_other(weights, ours)
-        notes = [*weights.notes, *notes]
+        notes = [*weights.notes, *notes, *notes_on_mean(weights.about, channels_of(weights))]
         if weights.kind == "dino_ds" or "mean" in weights.about:
             notes += notes_on_range(range_of(weights.about), value_range)
         if channels_of(weights) != ours.in_chans:

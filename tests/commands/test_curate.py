@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -18,8 +19,8 @@ from sklearn.cluster import KMeans
 
 import dino_ds
 from dino_ds.commands import embed
-from dino_ds.commands.curate import check
-from dino_ds.config.loading import load_recipe
+from dino_ds.commands.curate import _train, check
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
@@ -35,10 +36,12 @@ from dino_ds.evals.curation import (
     pairs_of_pictures,
 )
 from dino_ds.options.definition import CurateOptions
+from dino_ds.report.folder import read_run
+from dino_ds.report.summary import reproduction
 from dino_ds.weights.export import FORMATS
 from tests.weights.test_weights import _backbone
 
-CPU = torch.device("cpu")
+CPU, PARTS = torch.device("cpu"), "tests.run.own_parts"
 SMALL, LARGE = 1e-5, 1.0
 """GiB: blocks of 16 rows, and one block."""
 
@@ -188,6 +191,19 @@ def test_both_forms_give_the_same_clusters_which_balance_training(place, tmp_pat
     keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/npy/clusters.csv"}
     source = training_source(load_recipe("vits16", keys).data)
     assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
+
+
+@pytest.mark.parametrize("key", [None, "data.source", "objective.terms", "teacher.others"])
+def test_a_command_that_would_import_code_of_a_run_is_not_printed_unsaid(tmp_path, key):
+    """--config allows the code that its file names: `curate` leaves the file out, and the report names the code."""
+    values = {"data.source": f"{PARTS}:S", "objective.terms": f'{{"a": {{"spec": "{PARTS}:T", "weight": 1}}}}'}
+    values["teacher.others"] = f'{{"a": {{"spec": "{PARTS}:E"}}}}'
+    recipe = load_recipe("quickstart", {key: values[key]} if key else {})
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "images": 64, "loss": 2.5}\n')
+    made = SimpleNamespace(about={"origin": {"model": str(tmp_path), "source": "folder", "root": "images"}})
+    assert ("--config" in _train(made, "data.balance", tmp_path / "clusters.csv")) == (key is None)
+    assert (f"imports {PARTS}:" in reproduction(read_run(tmp_path))) == (key is not None)
 
 
 def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):

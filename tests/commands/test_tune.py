@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
-from statistics import median
 
 import pytest
 
@@ -13,7 +13,7 @@ from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
-from dino_ds.options.flags import parse_flags, read
+from dino_ds.options.flags import Flags, parse_flags, read
 from dino_ds.planning.bench import trials
 from dino_ds.planning.measure import ChildOutOfMemory, ChildResult
 from tests.planning.measure.tiny import TINY
@@ -25,7 +25,7 @@ MOST_IMAGES = 16
 
 class Machine:
     """Answers trials as a machine would on which a step and a micro-batch have a cost of their own, an image costs half
-    without recomputation, and each loader process loads 10 images/s of the 15 that the step takes."""
+    without recomputation, and each loader process loads 15 images/s of the 22 that the step takes."""
 
     def __init__(self):
         self.calls, self.noise, self.interrupt_at = [], 0.0, None
@@ -34,25 +34,22 @@ class Machine:
         self.calls.append(function.__name__)
         if len(self.calls) == self.interrupt_at:
             raise KeyboardInterrupt
-        if function is trials.measure_step:
-            return ChildResult(self._step(words), 0.0, 0.0)
-        if function is trials.measure_loader:
-            return ChildResult({"images_per_second": 10.0 * max(1, words["recipe"]["data"]["workers"])}, 0.0, 0.0)
-        return ChildResult({"milliseconds": dict.fromkeys(trials.STAGES, 1.0)}, 0.0, 0.0)
+        return ChildResult(self._step(words), 0.0, 0.0)
 
     def _step(self, words):
-        setting, recipe = words["setting"], words["setting"]["recipe"]
+        setting, workers = words["setting"], words["setting"]["recipe"]["data"]["workers"]
         micro = setting["ds"]["train_micro_batch_size_per_gpu"]
         if micro > MOST_IMAGES:
             raise ChildOutOfMemory(f"a measuring process took {micro} GiB")
         recomputed = "activation_checkpointing" in setting["ds"]
         images = setting["batch"]
         parts = {"student": images * (1 + recomputed) / 30 + 0.1 * images / micro, "optimizer": 0.1}
-        if words.get("real_images"):
-            loaded = images / (10.0 * max(1, recipe["data"]["workers"]))
-            parts["data"] = max(0.0, loaded - sum(parts.values()))
         wobble = [1.0, 1.0 + self.noise, 1.0 - self.noise, 1.0]
-        return {"seconds": [sum(parts.values()) * w for w in wobble], "parts": parts, "peak_mib": 100.0 * micro}
+        result = {"parts": parts, "peak_mib": 100.0 * micro}
+        if words.get("real_images"):
+            result |= {"loader": 15.0 * (4 if workers is None else max(1, workers)), "stages": {"read": 1.0}}
+            parts["data"] = max(0.0, images / result["loader"] - sum(parts.values()))
+        return result | {"seconds": [sum(parts.values()) * w for w in wobble]}
 
 
 @pytest.fixture
@@ -64,11 +61,15 @@ def machine(monkeypatch):
     return made
 
 
-def _tune(tmp_path, ds="ds_configs/zero2_bf16_checkpointing.json", changes=(), **options):
-    recipe = load_recipe("vitti16", {**GIVEN, "data.source": "photos", **dict(changes)})
+def _tune(tmp_path, ds="ds_configs/zero2_bf16_checkpointing.json", changes=(), ds_changes=(), **options):
     tmp_path.mkdir(exist_ok=True)
-    given = BenchTuneOptions(**{"out": str(tmp_path / "tune.html"), **options})
-    return tune.run(given, recipe=recipe, ds=load_ds_config(ds, {}), ds_path=ds)
+    flags = Flags(
+        {"config": "vitti16"},
+        {**GIVEN, "data.source": "photos", **dict(changes)},
+        {"gradient_clipping": 1, **dict(ds_changes)},
+    )
+    files = {"recipe": load_recipe("vitti16", flags.recipe), "ds": load_ds_config(ds, flags.ds), "ds_path": ds}
+    return tune.run(BenchTuneOptions(**{"out": str(tmp_path / "tune.html"), **options}), **files, flags=flags)
 
 
 def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
@@ -76,8 +77,9 @@ def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
     leave recomputation out; the ratio is that of the made-up costs."""
     result = _tune(tmp_path, changes={"data.global_batch": "16"})
     facts = result.data
-    assert facts["workers"] == 2 and facts["loaders"][1]["wait"] > 0.2 > tune.ENOUGH_WAIT > facts["loaders"][2]["wait"]
-    as_given, tuned = (facts["pair"][name]["rates"][0] for name in ("as given", "tuned"))
+    waits = [facts["loaders"][f"{n} loader processes"]["wait"] for n in (1, 2)]
+    assert "--data.workers 2" in facts["command"] and waits[0] > 0.2 > tune.ENOUGH_WAIT > waits[1]
+    as_given, tuned = (facts["pair"][name]["images_per_second"] for name in ("as given", "tuned"))
     assert as_given == pytest.approx(16 / (16 * 2 / 30 + 0.2))
     assert tuned == pytest.approx(16 / (16 / 30 + 0.2)) and f"{tuned / as_given:.2f} times" in facts["verdict"]
     assert "this device has no fp16" in facts["skipped"]["zero2_fp16"]
@@ -96,20 +98,28 @@ def test_the_printed_command_gives_the_settings_that_were_found(machine, tmp_pat
         assert files["recipe"] == load_recipe("vitti16", {**GIVEN, "data.source": "photos", "data.workers": "2"})
         assert files["ds"]["train_micro_batch_size_per_gpu"] == MOST_IMAGES
         assert files["ds"]["gradient_accumulation_steps"] == 4 and "activation_checkpointing" not in files["ds"]
+        assert files["ds"]["gradient_clipping"] == 1, "what the user has changed is changed in what was found too"
 
 
 def test_a_limit_below_the_prediction_is_found_by_running(machine, tmp_path):
     facts = _tune(tmp_path).data
-    assert max(n for n, size in facts["sizes"].items() if not size["failed"]) == MOST_IMAGES
-    assert "took 32 GiB" in facts["limited_by"] and "as given, it does not run here" in facts["verdict"]
+    assert [*facts["sizes"]][-2:] == [f"micro-batch {MOST_IMAGES}", f"micro-batch {2 * MOST_IMAGES}"]
+    assert "took 32 GiB" in facts["limited_by"] and "as given, it does not run" in facts["verdict"]
 
 
 def test_what_is_within_the_spread_is_equal_and_the_smaller_micro_batch_is_taken(machine, tmp_path):
     machine.noise = 0.5
     facts = _tune(tmp_path, ds="ds_configs/zero2_bf16.json").data
-    sizes = {size: result for size, result in facts["sizes"].items() if not result["failed"]}
-    (taken,) = (size for size in sizes if f"--ds.train_micro_batch_size_per_gpu {size} " in facts["command"])
-    assert taken < max(sizes) and median(sizes[taken]["rates"]) < median(sizes[max(sizes)]["rates"])
+    rates = {name: size["images_per_second"] for name, size in facts["sizes"].items() if not size["failed"]}
+    taken = next(word for before, word in itertools.pairwise(facts["command"].split()) if "micro_batch" in before)
+    assert int(taken) < MOST_IMAGES and rates[f"micro-batch {taken}"] < rates[f"micro-batch {MOST_IMAGES}"]
+
+
+def test_what_is_no_faster_than_the_settings_as_given_is_not_recommended(machine, tmp_path):
+    given = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
+    facts = _tune(tmp_path, ds="ds_configs/zero2_bf16.json", ds_changes=given, changes={"data.workers": "2"}).data
+    assert "nothing is faster" in facts["verdict"] and "--data.workers 2" in facts["command"]
+    assert "--ds.train_micro_batch_size_per_gpu 16" in facts["command"]
 
 
 def test_other_programs_that_keep_cores_busy_are_said(machine, tmp_path, monkeypatch):
@@ -126,8 +136,9 @@ def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path
     with pytest.raises(ConfigError, match=r"tune.html exists: --resume goes on"):
         _tune(tmp_path)
     whole = _tune(tmp_path, resume=True)
-    assert whole.error is None and whole.data["workers"] == 2
-    assert len(machine.calls) - before + 8 == machine_calls_of_a_whole_search(tmp_path, machine)
+    assert whole.error is None and "--data.workers 2" in whole.data["command"]
+    again = 1  # the micro-batch that had failed
+    assert len(machine.calls) - before - again + 8 == machine_calls_of_a_whole_search(tmp_path, machine)
 
 
 def machine_calls_of_a_whole_search(tmp_path, machine):
@@ -151,5 +162,5 @@ def test_what_can_not_be_tuned_is_refused(machine, tmp_path, options, says):
 
 def test_a_batch_that_never_fits_names_the_largest_part(machine, tmp_path):
     result = _tune(tmp_path, memory_gib=0.01)
-    assert isinstance(result.error, OutOfMemory) and "most of its memory for libraries" in str(result.error)
+    assert isinstance(result.error, OutOfMemory) and "most of it for libraries" in str(result.error)
     assert not machine.calls

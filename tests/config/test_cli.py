@@ -478,7 +478,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     function = function_of(command.name)
     parameters = inspect.signature(function).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
-    files += ["config"] if command.takes_config else []
+    files += ["flags"] if command.takes_flags else []
     files += ["ds_overrides"] if command.ds_shown else []
     files += ["given"] if command is TRAIN else []
     assert set(parameters) == {"options", *files}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import lzma
 import os
 import struct
 import tarfile
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -133,6 +135,20 @@ def test_bombs(name, tmp_path, monkeypatch):
     pixels = decode(BOMBS[name]()) if name in BOMBS else decode(RASTER_BOMBS[name](), channels=6)
     assert pixels is None or pixels.size < 1 << 22
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["lzw", "packbits", "lzma"])
+def test_a_strip_of_zeros_that_goes_on_takes_no_more_memory_than_the_image(kind):
+    more, codecs = 32 << 20, pytest.importorskip("imagecodecs")
+    zeros = {"lzw": codecs.lzw_encode, "lzma": lzma.compress, "packbits": lambda data: b"\x81\0" * (len(data) // 128)}
+    whole, strip = tif(BANDS, compression=kind, rowsperstrip=40, **CONTIG), zeros[kind](bytes(more))
+    data = with_tags(whole + strip, StripOffsets=len(whole), StripByteCounts=len(strip))
+    tracemalloc.start()
+    try:
+        decode(data, channels=6)
+        assert tracemalloc.get_traced_memory()[1] < more / 4
+    finally:
+        tracemalloc.stop()
 
 
 def read_all(root: Path) -> str | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gzip
 import itertools
 import json
+import lzma
 import time
 
 import pytest
@@ -85,6 +88,16 @@ def test_a_bucket_takes_no_more_than_was_asked(server, monkeypatch, path, answer
     _driver_of.cache_clear()
     server.always[f"/{path}"] = HOSTILE[answer]
     raised_by(lambda: open_files(f"s3://{'set/0.tar' if 'set' in path else path}").read(0), UserError)
+    assert server.bytes_sent < 16 * MOST
+
+
+@pytest.mark.parametrize("kind", ["gzip", "lzma", "zstd"])
+def test_a_compressed_tar_is_refused_by_its_first_bytes(server, kind):
+    """Local and remote: nothing is decompressed, whatever it would become."""
+    compress = {"gzip": gzip.compress, "lzma": lzma.compress, "zstd": lambda data: b"\x28\xb5\x2f\xfd" + data[:1000]}
+    (server.folder / "bomb.tar").write_bytes(compress[kind](bytes(16 << 20)))
+    for place in (f"{server.folder}/bomb.tar", f"{server.url}/bomb.tar"):
+        assert "compressed: unpack it" in str(raised_by(functools.partial(open_files, place), UserError))
     assert server.bytes_sent < 16 * MOST
 
 

@@ -68,7 +68,7 @@ def test_what_is_chosen_fits(machine):
     [
         ("zero1_bf16", dataclasses.replace(RTX3090, card_gib=4.0), 2, "leave --ds_config out, for one"),
         ("zero0_fp32", Machine(2, 2, 6.0), 2, "add --ds.train_micro_batch_size_per_gpu 64"),
-        ("zero0_fp32", Machine(1, 1, 0.55), 12, "there are 0.6 to take (90 % of what is free): take the recipe"),
+        ("zero0_fp32", Machine(1, 1, 0.55), 12, "there are 0.6 to take (90 % of what is free): take a smaller model"),
     ],
 )
 @pytest.mark.slow

@@ -83,9 +83,13 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew(begun, run, los
 
 
 def test_what_is_in_the_way_goes(begun, run):
-    for name in ("config.yaml.tmp", "teacher.safetensors.tmp", "heartbeats.before", "checkpoints/latest.tmp"):
+    left = (".config.yaml.0123abcd.tmp", ".teacher.safetensors.0123abcd.tmp", "checkpoints/.latest.0123abcd.tmp")
+    for name in (*left, "heartbeats.before"):
         (run / name / "inner").mkdir(parents=True)
+    (run / "config.yaml.tmp").write_text("a user's")
     assert _resume(begun, run) is None
+    assert (run / "config.yaml.tmp").read_text() == "a user's"
+    (run / "config.yaml.tmp").unlink()
     assert (run / "checkpoints/latest").read_text() == "step_00000003\n"
     assert not [path for path in run.rglob("*") if path.name.endswith((".tmp", ".before"))]
 

@@ -35,6 +35,7 @@ RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 
 CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
 OWN = ForeignSpec("tests.weights.own:Own", 4, '{"width": 12}')
 allow_code([OWN.name])
+MEAN = "no file says the mean and std of its images: ImageNet's, unless data.mean sets others"
 SIZE = "no file says the size of its images: taken for 224 pixels"
 SPECS = {"resnet": RESNET, "convnext": CONVNEXT, "own": OWN}
 HEAD = {"head.prototypes": "24", "head.hidden": "24", "head.bottleneck": "8", "head.batch_norm": "true"}
@@ -104,7 +105,7 @@ class TestIn:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, tmp_path / "a.pth")
         ours = load(tmp_path / "a.pth")
         assert_same(ours.features(_images()), theirs(_images()))
-        assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE]
+        assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE, MEAN]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)])
@@ -135,7 +136,7 @@ class TestIn:
             tensors | {f"norms.3.{key}": tensors[f"norm.{key}"] for key in ("weight", "bias")}, tmp_path / "a.pth"
         )
         ours = load(tmp_path / "a.pth", backbone=name)
-        assert ours.title == "convnext_tiny" and ours.notes == [SIZE]
+        assert ours.title == "convnext_tiny" and ours.notes == [SIZE, MEAN]
         assert_same(ours.features(_images()), theirs(_images()))
 
     @pytest.mark.slow
@@ -149,7 +150,7 @@ class TestIn:
         assert "\n" not in str(line.value)
         ours = load(tmp_path / "a.pth", backbone="convnext_atto")
         assert_same(ours.features(_images()), theirs.forward_head(theirs.forward_features(_images()), pre_logits=True))
-        assert ours.notes == ["its classifier is left out: head.fc.bias, head.fc.weight", SIZE]
+        assert ours.notes == ["its classifier is left out: head.fc.bias, head.fc.weight", SIZE, MEAN]
         for name, words in (
             ("resnet18", "neither a resnet18 nor a Vi"),
             ("resnet81", "nearest are"),

@@ -45,7 +45,8 @@ class TestFacebook:
         ours = load(tmp_path / "a.pth", heads=1)
         assert_same(ours.features(images()), original(images()))
         assert ours.notes == [
-            "6 tensors not used (decoder_blocks.0.attn.qkv.weight, decoder_embed.weight, decoder_norm.weight, ...)"
+            "6 tensors not used (decoder_blocks.0.attn.qkv.weight, decoder_embed.weight, decoder_norm.weight, ...)",
+            "no file says the mean and std of its images: ImageNet's, unless data.mean sets others",
         ]
 
     @pytest.mark.parametrize("swiglu", [False, True])

@@ -206,7 +206,10 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
 def test_the_log_names_another_range_of_values(tmp_path):
     own = load_recipe(None, {**TINY, **OURS})
     backbone = build_network(own, PerformanceOptions()).backbone
-    export_safetensors(Backbone(backbone, 32, "a test", {"value_range": [0, 4095]}), path := tmp_path / "a.safetensors")
+    export_safetensors(
+        Backbone(backbone, 32, "a test", {"value_range": [0, 4095], "mean": 0.5, "std": 0.2}),
+        path := tmp_path / "a.safetensors",
+    )
     weights = find_start(_recipe(path).model)
     assert weights.notes[-1] == "it was trained on values of 0,4095, this run is on 8-bit images (--data.value_range)"
     assert find_start(_recipe(path).model, (0.0, 4095.0)).notes == []

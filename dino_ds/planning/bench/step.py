@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,8 @@ from dino_ds.planning.measure import (
     clock_name,
     heading,
     matmul_tflops,
-    real_feed,
     resolve,
     run_in_child,
-    run_on_data,
     synchronize,
     time_interleaved,
 )
@@ -60,10 +58,6 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
         raise ConfigError("--compare with --profile: trace one setting, named by its own option")
     if options.profile:
         check_absent(Path(options.profile, _TRACE), "name another folder with --profile")
-    if options.data and options.compare:
-        raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
-    if options.data and recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture:
-        raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(options.batch, options.threads)
     resolved = {name: resolve(*setting, ds_path, batch) for name, setting in settings.items()}
     if torch.cuda.is_available():  # one at a time: two may not fit
@@ -115,13 +109,12 @@ def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
     """Time the settings, interleaved. memory: of each setting; {} on a GPU, where it is measured here, for one."""
-    peak, waits = None if memory else GpuPeak(), options.data or distributed.world_size() > 1
+    peak, waits = None if memory else GpuPeak(), distributed.world_size() > 1
     parts = {name: PartTimes(device(), waits) for name in resolved}
-    with ExitStack() as feeds:
-        steps = {name: _step_of(*pair, feeds if options.data else None) for name, pair in resolved.items()}
-        runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
-        timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
-        traced = {name: trace_steps(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
+    steps = {name: build_trial(*pair).run for name, pair in resolved.items()}
+    runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
+    timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
+    traced = {name: trace_steps(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     steps.clear()
     runs.clear()
@@ -130,15 +123,6 @@ def _measure(
         {"name": name, **_summary(timings[name], parts[name].read(), *pair, memory[name]), **traced[name]}
         for name, pair in resolved.items()
     ]
-
-
-def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Callable[[], object]:
-    """Build the step of one setting; with `feeds`, which closes the loader, on real images."""
-    trial = build_trial(recipe, config)
-    if feeds is None:
-        return trial.run
-    feed = feeds.enter_context(closing(real_feed(recipe, config.micro_batch)))
-    return lambda: run_on_data(trial, feed, recipe.seed)
 
 
 def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:

@@ -2,194 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from dino_ds.basics.ranges import AUGMENTATION
-from dino_ds.config.ds_config import CHECKOUT, change_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, Memory, estimate_memory
+from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.process import device, fp16_supported, memory_gib
 from dino_ds.errors import ConfigError, NotEstimated, OutOfMemory
-from dino_ds.planning.bench.trials import Measurement, Setting, Trials, beats, measure_loader, measure_stages
+from dino_ds.planning.bench.trials import Measurement, Setting, Trials
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
 ENOUGH_WAIT = 0.02
 """Share of a step that may pass waiting for images: more loader processes are not worth their memory then."""
-_SHARES = {"micro-batches": 0.35, "loader": 0.2, "levers": 0.3, "comparison": 0.15}
-_STEPS = 5
-"""Steps that the shortest trial takes."""
-_LEAST_SECONDS, _MOST_SECONDS = 0.5, 10.0
-
-
-@dataclass
-class Findings:
-    """What a search has found so far.
-
-    Attributes:
-        predicted_gib: memory of a rank by micro-batch; None for a backbone without an estimate.
-        limited_by: why no larger micro-batch was tried.
-        sizes: what was measured by micro-batch.
-        loaders: figures by number of loader processes; stages: milliseconds of an image by stage.
-        settings, levers: what was compared, and its measurements; skipped: why others were not.
-        pair: the setting as it was given, and the best one, measured together at the end.
-    """
-
-    predicted_gib: dict[int, float | None] = field(default_factory=dict)
-    limited_by: str = ""
-    sizes: dict[int, Measurement] = field(default_factory=dict)
-    loaders: dict[int, dict[str, float]] = field(default_factory=dict)
-    stages: dict[str, float] = field(default_factory=dict)
-    settings: dict[str, Setting] = field(default_factory=dict)
-    levers: dict[str, Measurement] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    workers: int | None = None
-    best: Setting | None = None
-    pair: dict[str, Measurement] = field(default_factory=dict)
-
-    @property
-    def largest(self) -> int:
-        return max((size for size, result in self.sizes.items() if not result.failed), default=0)
+_STEPS, _LONGEST = 5, 0.15
+"""Steps that the shortest trial takes, and the share of the time that they may take."""
 
 
 class Search:
-    """Tunes the step of a recipe and a ds JSON on `ranks` processes of this machine; fills `findings` part by part."""
+    """Tunes the step of a recipe and a ds JSON on this machine, part by part.
 
-    def __init__(self, recipe: Recipe, ds: dict[str, Any], path: str, trials: Trials) -> None:
-        self._recipe, self._ds, self._path, self._trials = recipe, ds, path, trials
-        self.findings = Findings()
+    Args:
+        path, changes: the ds JSON, and the keys that the user changes in it; they are changed in all others too.
+
+    Attributes:
+        sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
+        limited_by: why no larger micro-batch was tried; skipped: why other settings were not.
+        pair: the setting as it was given and the one that was found, measured together at the end.
+        best: the second of the pair if it is faster, else the first.
+    """
+
+    def __init__(self, recipe: Recipe, path: str, changes: Mapping[str, Any], trials: Trials) -> None:
+        self._recipe, self._path, self._changes, self._trials = recipe, path, changes, trials
         self._libraries = round(memory_gib() * GIB)
+        self.has_images = bool(recipe.data.root or recipe.data.mixture or recipe.data.source != "folder")
+        self.sizes, self.levers, self.loaders, self.pair = (dict[str, Measurement]() for _ in range(4))
+        self.limited_by, self.skipped = "", dict[str, str]()
+        self.best: Setting | None = None
 
     def run(self) -> None:
         """Raises OutOfMemory if no micro-batch fits or runs, ConfigError for batch sizes that contradict each other."""
-        shipped = self._setting("as given", self._recipe, self._ds, self._path)
-        fastest = self._find_micro_batch()
-        if self._recipe.data.root or self._recipe.data.mixture or self._recipe.data.source != "folder":
-            self._find_workers(fastest)
-        self._compare_levers(fastest)
-        best, findings = fastest.name, self.findings
-        for name, result in findings.levers.items():
-            alike = findings.settings[name].learned == fastest.learned
-            if not result.failed and alike and beats(result, findings.levers[best]):
-                best = name
-        findings.best = replace(findings.settings[best], name="tuned")
-        findings.pair = self._trials.compare([shipped, findings.best], self._each("comparison", 2), rounds=3)
+        given = self._setting("as given", self._recipe, self._path)
+        best = self._find_lever(self._find_micro_batch())
+        best = self._find_workers(best) if self.has_images else best
+        best, self._trials.end = replace(best, name="tuned"), math.inf  # all before is for this comparison
+        self.pair = self._trials.compare([given, best], rounds=3, real_images=self.has_images)
+        shipped, tuned = self.pair["as given"], self.pair["tuned"]
+        self.best = given if shipped.rates and not (tuned.rates and tuned.beats(shipped)) else best
 
-    def _each(self, part: str, settings: int, rounds: int = 2) -> float:
-        """Seconds of each trial of a part, beyond its start, which takes about as long again."""
-        seconds = _SHARES[part] * self._trials.seconds / max(1, settings * rounds) / 2
-        return max(_LEAST_SECONDS, min(_MOST_SECONDS, seconds))
-
-    def _setting(self, name: str, recipe: Recipe, ds: dict[str, Any], path: str, micro: int | None = None) -> Setting:
+    def _setting(
+        self, name: str, recipe: Recipe, path: str, changes: Mapping[str, Any] | None = None, micro: int | None = None
+    ) -> Setting:
         """Raises ConfigError for a ds JSON that can't be used here."""
-        batch, ranks = recipe.data.global_batch, self._trials.ranks
+        batch, ranks, on_gpu = recipe.data.global_batch, self._trials.ranks, device().type == "cuda"
+        changes = {**self._changes, **(changes or {})}
+        ds = load_ds_config(path, changes)
         ds = ds if micro is None else with_batch(ds, micro, batch // (micro * ranks))
         config = resolve_ds_config(dict(ds), path, batch, ranks, fp16_supported(), count_parameters(recipe))
-        return Setting(name, recipe, ds, path, config)
-
-    def _predict(self, setting: Setting) -> Memory | None:
-        """Predict a rank's memory as it will be measured; None for a backbone without an estimate."""
-        on_gpu, ranks = device().type != "cpu", self._trials.ranks
         try:
-            libraries = 0 if on_gpu else self._libraries
-            memory = estimate_memory(setting.recipe, setting.config, ranks, on_gpu, libraries, exact=False)
+            memory = estimate_memory(recipe, config, ranks, on_gpu, self._libraries, exact=False)
         except NotEstimated:
-            return None
-        return with_margins(memory, ranks) if on_gpu else memory
+            return Setting(name, recipe, path, changes, ds, config, None)
+        return Setting(name, recipe, path, changes, ds, config, with_margins(memory, ranks) if on_gpu else memory)
+
+    def _too_large(self, setting: Setting) -> str:
+        """Why a setting can't fit by prediction, with its largest part; "" if it may."""
+        memory, limit = setting.memory, self._trials.limit_gib
+        if memory is None or memory.gib <= limit:
+            return ""
+        part, size = max(memory.parts.items(), key=lambda part: part[1])
+        return f"needs {memory.gib:.2f} of {limit:.2f} GiB by prediction, most of it for {part} ({size / GIB:.2f})"
 
     def _find_micro_batch(self) -> Setting:
         """Measure micro-batches from the smallest on, as far as memory and time allow; of those that are equally fast,
         the smallest is taken."""
-        findings, settings, sizes = self.findings, dict[str, Setting](), list(self._sizes())
-        each, most = self._each("micro-batches", len(sizes)), _SHARES["micro-batches"] * self._trials.seconds / 2
-        for size in sizes:
-            setting = self._setting(f"micro-batch {size}", self._recipe, self._ds, self._path, size)
-            memory = self._predict(setting)
-            findings.predicted_gib[size] = None if memory is None else memory.gib
-            if memory is not None and memory.gib > self._trials.limit_gib:
-                findings.limited_by = f"{size} images need {memory.gib:.2f} GiB by prediction"
+        runs, rate = list[Setting](), math.inf
+        for size in self._sizes():
+            setting = self._setting(f"micro-batch {size}", self._recipe, self._path, micro=size)
+            seconds = _STEPS * setting.measured_batch * self._trials.ranks / rate
+            self.limited_by = self._too_large(setting)
+            if seconds > _LONGEST * self._trials.seconds:
+                self.limited_by = f"trying it would take {seconds:.0f} s: --minutes allows more"
+            if not self.limited_by:
+                self.sizes |= self._trials.compare([setting], 1)
+                self.limited_by = self.sizes[setting.name].failed
+            if self.limited_by:
+                self.limited_by = f"{setting.name}: {self.limited_by}"
                 break
-            if findings.largest:
-                rate = findings.sizes[findings.largest].images_per_second
-                if (seconds := _STEPS * setting.measured_batch * self._trials.ranks / rate) > most:
-                    findings.limited_by = f"trying {size} images would take {seconds:.0f} s: --minutes allows more"
-                    break
-            findings.sizes |= {size: self._trials.compare([setting], each, 1)[setting.name]}
-            settings[setting.name] = setting
-            if findings.sizes[size].failed:
-                findings.limited_by = f"{size} images: {findings.sizes[size].failed}"
-                break
-        if not findings.largest:
-            raise OutOfMemory(f"no micro-batch runs. {_largest_part(memory) if memory else ''}{findings.limited_by}")
-        runs = [setting for setting in settings.values() if not findings.sizes[setting.config.micro_batch].failed]
-        results = self._trials.compare(runs, each)
-        findings.sizes |= {setting.config.micro_batch: results[setting.name] for setting in runs}
+            runs, rate = [*runs, setting], self.sizes[setting.name].images_per_second
+        if not runs:
+            raise OutOfMemory(f"no micro-batch runs. {self.limited_by}")
+        self.sizes |= (results := self._trials.compare(runs))
         top = max(results.values(), key=lambda result: result.images_per_second)
-        return next(setting for setting in runs if not beats(top, results[setting.name]))
+        return next(setting for setting in runs if not top.beats(results[setting.name]))
 
     def _sizes(self) -> Iterator[int]:
-        """Yield the micro-batches to try, smallest first, each at least half as large again as the one before."""
-        batch, ranks, before = self._recipe.data.global_batch, self._trials.ranks, 0
-        for size in reversed(micro_batches(batch, ranks)):
-            if size >= 1.5 * before or size == batch // ranks:
+        """Yield the micro-batches to try, smallest first, each at least twice the one before."""
+        sizes, before = micro_batches(self._recipe.data.global_batch, self._trials.ranks), 0
+        for size in reversed(sizes):
+            if size >= 2 * before or size == sizes[0]:
                 yield size
                 before = size
 
-    def _find_workers(self, fastest: Setting) -> None:
-        """Measure the loader alone and the wait in the step, from no loader process to one a core; the fewest with
-        hardly a wait are taken, or else those of the fastest step."""
-        cores, findings, trials = max(1, len(usable_cores()) // self._trials.ranks), self.findings, self._trials
-        counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
-        each, micro = self._each("loader", 2 * len(counts) + 1, 1), fastest.config.micro_batch
-        for workers in counts:
-            made = replace(fastest, recipe=change_recipe(fastest.recipe, {"data.workers": str(workers)}))
-            alone = trials.run(measure_loader, each, recipe=made.recipe.model_dump(mode="json"), batch=micro)
-            step = trials.step(made, each, real_images=True)
-            if "failed" in alone or "failed" in step:
-                findings.skipped[f"{workers} loader processes"] = alone.get("failed") or step["failed"]
-                continue
-            parts, seconds = step["parts"], fmean(step["seconds"])
-            augmented = 0.0 if device().type == "cuda" else parts.get(AUGMENTATION, 0.0)  # on a CPU within "data"
-            findings.loaders[workers] = {
-                "images_per_second": alone["images_per_second"] * trials.ranks,
-                "wait": max(0.0, parts.get("data", 0.0) - augmented) / seconds,
-                "step_images_per_second": made.measured_batch * trials.ranks / seconds,
-            }
-        alone = change_recipe(fastest.recipe, {"data.workers": "0"}).model_dump(mode="json")
-        findings.stages = trials.run(measure_stages, each, recipe=alone, batch=micro).get("milliseconds", {})
-        if findings.loaders:
-            enough = [n for n, loader in findings.loaders.items() if loader["wait"] <= ENOUGH_WAIT]
-            quickest = max(findings.loaders, key=lambda n: findings.loaders[n]["step_images_per_second"])
-            findings.workers = min(enough, default=quickest)
-
-    def _compare_levers(self, fastest: Setting) -> None:
-        """Compare the shipped ds configs and other levers, each changed alone, at the fastest micro-batch."""
-        findings, limit = self.findings, self._trials.limit_gib
-        findings.settings, resolved = {fastest.name: fastest}, {fastest.resolved: fastest.name}
+    def _find_lever(self, fastest: Setting) -> Setting:
+        """Compare the shipped ds configs and other levers, each changed alone, at the fastest micro-batch; return the
+        fastest that learns the same."""
+        settings = {fastest.resolved: fastest}
         for name, recipe, path, changes in self._levers(fastest.recipe):
-            learned = "rounding only" if recipe is fastest.recipe else "a loss of fewer crops"
             try:
-                ds = load_ds_config(path, changes) if path != self._path else change_ds_config(self._ds, path, changes)
-                setting = self._setting(name, recipe, ds, path, fastest.config.micro_batch)
+                setting = self._setting(name, recipe, path, changes, fastest.config.micro_batch)
             except ConfigError as error:
-                findings.skipped[name] = str(error)
+                self.skipped[name] = str(error)
                 continue
-            memory = self._predict(setting)
-            if memory is not None and memory.gib > limit:
-                findings.skipped[name] = f"needs {memory.gib:.2f} GiB by prediction, and a rank may take {limit:.2f}"
-            elif (same := resolved.setdefault(setting.resolved, name)) != name:
-                findings.skipped[name] = f"here the same as {same}"
-            else:
-                findings.settings[name] = replace(setting, changes=changes, learned=learned)
-        findings.levers = self._trials.compare(
-            [*findings.settings.values()], self._each("levers", len(findings.settings))
-        )
-        findings.skipped |= {name: result.failed for name, result in findings.levers.items() if result.failed}
+            if recipe is not fastest.recipe:
+                setting = replace(setting, learned="a loss of fewer crops")
+            if reason := self._too_large(setting):
+                self.skipped[name] = reason
+            elif (same := settings.setdefault(setting.resolved, setting)) is not setting:
+                self.skipped[name] = f"here the same as {same.name}"
+        self.levers = self._trials.compare([*settings.values()])
+        self.skipped |= {name: result.failed for name, result in self.levers.items() if result.failed}
+        best = self.levers[fastest.name]
+        for result in self.levers.values():
+            if result.rates and not result.setting.learned and result.beats(best):
+                best = result
+        return best.setting
 
     def _levers(self, recipe: Recipe) -> Iterator[tuple[str, Recipe, str, dict[str, str]]]:
         """Yield each lever's name, recipe, and ds JSON: its path and the keys that change in it."""
@@ -203,7 +145,15 @@ class Search:
             few = change_recipe(recipe, {"crops.num_local": str(recipe.crops.num_local // 2)})
             yield f"{few.crops.num_local} local crops", few, self._path, {}
 
-
-def _largest_part(memory: Memory) -> str:
-    name, size = max(memory.parts.items(), key=lambda part: part[1])
-    return f"The smallest one needs most of its memory for {name} ({size / GIB:.2f} of {memory.gib:.2f} GiB). "
+    def _find_workers(self, best: Setting) -> Setting:
+        """Measure `best` on real images, from no loader process to one a core; return it with the fewest that leave
+        hardly a wait, or else those of the fastest step."""
+        cores = max(1, len(usable_cores()) // self._trials.ranks)
+        counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
+        recipes = {str(n): change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
+        made = [replace(best, name=f"{name} loader processes", recipe=recipe) for name, recipe in recipes.items()]
+        self.loaders = self._trials.compare(made, 1, real_images=True)
+        ran = [result for result in self.loaders.values() if result.rates]
+        enough = [result for result in ran if (result.wait or 0.0) <= ENOUGH_WAIT]
+        fastest = sorted(ran, key=lambda result: -result.images_per_second)
+        return next((result.setting for result in [*enough, *fastest]), best)

@@ -75,7 +75,7 @@ def test_children_end_at_their_limits_and_several_are_ranks():
 
 @pytest.mark.parametrize(
     ("code", "says"),
-    [("echo on purpose >&2; exit 1", "without a result: on purpose"), ("kill -9 $$", "take a smaller --batch")],
+    [("echo on purpose >&2; exit 1", "without a result: on purpose"), ("kill -9 $$", "take a smaller batch")],
 )
 def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
     (tmp_path / "python").write_text(f"#!/bin/sh\n{code}\n")
