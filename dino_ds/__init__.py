@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dino_ds.api import Run, curate, embed, evaluate, find, plan, report, train
-    from dino_ds.weights.load import load
+    from dino_ds.commands.model import load
 
 __version__ = "0.1.0"
 __all__ = ["Run", "curate", "embed", "evaluate", "find", "load", "plan", "report", "train"]
@@ -15,7 +15,7 @@ __all__ = ["Run", "curate", "embed", "evaluate", "find", "load", "plan", "report
 def __getattr__(name: str) -> Any:
     """Import the Python API on first use: most commands need no torch."""
     if name == "load":
-        from dino_ds.weights.load import load
+        from dino_ds.commands.model import load
 
         return load
     if name.startswith("_") or name == "api":

@@ -18,22 +18,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from dino_ds.basics.files import read_lines, read_object
 from dino_ds.basics.names import did_you_mean
 from dino_ds.cli.main import as_it_was, call, check_software, prepare, torch_as_it_was
+from dino_ds.commands.embed import Embeddings
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import flags_of_call
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dino_ds.commands.curate import Curated
     from dino_ds.commands.find import Found
-    from dino_ds.weights.load import Backbone
+    from dino_ds.commands.model import Model
 
 Place = str | os.PathLike[str]
 _TRAINING = threading.Lock()
@@ -69,24 +68,15 @@ class Run:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.path}/metrics.jsonl has a damaged line ({one_line(error)}): remove it") from None
 
-    def load(self, device: str = "cpu") -> Backbone:
+    def load(self, device: str = "cpu") -> Model:
         """Load the newest teacher as `dino_ds.load` does. Raises CheckpointError if there is none."""
-        from dino_ds.weights.load import load
+        from dino_ds.commands.model import load
 
         return load(self.path, device=device)
 
     def report(self) -> Path:
         """Write the run's page, as `dino_ds.report` does."""
         return report(self)
-
-
-class Embeddings(NamedTuple):
-    """`features` (images, ...); for each row the image's name and its label, an index into `classes` or -1."""
-
-    features: np.ndarray
-    names: list[str]
-    labels: np.ndarray
-    classes: list[str]
 
 
 def train(

@@ -228,6 +228,26 @@ def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_pat
     assert dino_ds.load(found).width == found.load().width == features.shape[1]
 
 
+def test_a_loaded_model_embeds_as_the_command_and_finds_what_is_similar(run, folder, tmp_path):
+    """Rows are those of dino_ds.embed up to the rounding of other batches; a file's nearest is itself."""
+    found, images = run[0] if isinstance(run, tuple) else run, folder / "images"
+    model, wanted = dino_ds.load(found.path), dino_ds.embed(found, images, workers=0)
+    known = model.embed(images, batch=5, workers=0)
+    assert (known.names, known.classes) == (wanted.names, wanted.classes)
+    assert (known.labels == wanted.labels).all()
+    np.testing.assert_allclose(known.features, wanted.features, atol=1e-5)
+    files = sorted(images.rglob("*.*"))[:3]
+    nearest = model.similar(files[1], known, top=2)
+    assert Path(nearest[0].name).name == files[1].name and nearest[0].cosine > 1 - 1e-6 > nearest[1].cosine
+    (bad := tmp_path / "bad.png").write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="bad.png"):
+        listed = model.embed([files[2], bad, files[0]], workers=0)
+    assert np.isnan(listed.features[1]).all() and (listed.labels == -1).all()
+    assert [near.row for near in model.similar(files[0], listed)] == [2, 0]
+    with pytest.raises(ConfigError, match="numbers a row"):
+        model.similar(files[0], listed._replace(features=listed.features[:, 1:]))
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "read"),
     [

@@ -11,17 +11,27 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_ds.basics.files import check_absent, is_url, why_not_writable
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.definition import EmbedOptions, Result
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from dino_ds.data.images import ValueRange
     from dino_ds.weights.load import Backbone
+
+
+class Embeddings(NamedTuple):
+    """`features` (images, ...); for each row the image's name and its label, an index into `classes` or -1."""
+
+    features: np.ndarray
+    names: list[str]
+    labels: np.ndarray
+    classes: list[str]
 
 
 def find_features(features: str) -> tuple[Path, Path]:

@@ -38,7 +38,7 @@ def run(options: ExportOptions) -> Result:
     path = Path(os.path.expanduser(options.out)) if options.out else default
     _check_place(source, options.format, path)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
-    backbone.crop_pct = crop_pct_of(options.model, backbone.image_size) if options.format == "timm" else None
+    backbone.crop_pct = None if options.format == "safetensors" else crop_pct_of(options.model, backbone.image_size)
     how, notes = write(backbone, path), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit and backbone.vit.arch.rope is None else 1e-6
     if eps != 1e-6:
@@ -60,11 +60,11 @@ def _check_place(source: Path, format: str, path: Path) -> None:
     exported = [file for file in (source, source / "teacher.safetensors") if file.exists()]
     if path.exists() and any(map(path.samefile, exported)):
         raise ConfigError(f"{path} is what is to be exported: name another file with --out")
-    if format != "timm" and path.suffix != ".safetensors":
-        raise ConfigError(f"--out {path} does not end in .safetensors, by which such a file is known: name it so")
+    if format != "timm" and path.suffix != f".{format}":
+        raise ConfigError(f"--out {path} does not end in .{format}, by which such a file is known: name it so")
     # An export that was killed leaves a description, and weights under a temporary name.
     is_left_over = not path.exists() and bool(left_over(path))
-    for made in (path,) if format == "timm" or is_left_over else (path, sidecar_of(path)):
+    for made in (path,) if format != "safetensors" or is_left_over else (path, sidecar_of(path)):
         check_absent(made)
     if reason := why_not_writable(path):
         raise ConfigError(f"{path} can't be written: {reason}; fix --out")

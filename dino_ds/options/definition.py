@@ -180,16 +180,12 @@ _Source = Annotated[
 
 
 def _check_form(form: object) -> object:
-    if form in ("onnx", "adapters"):
-        raise ValueError(
-            "LoRA's adapters are added to the weights of every export: take safetensors or timm"
-            if form == "adapters"
-            else "for ONNX write timm, then torch.onnx.export of timm.create_model('local-dir:FOLDER', pretrained=True)"
-        )
+    if form == "adapters":
+        raise ValueError("LoRA's adapters are added to the weights of every export: take safetensors, timm or onnx")
     return form
 
 
-ExportForm = Annotated[Literal["safetensors", "timm"], BeforeValidator(_check_form)]
+ExportForm = Annotated[Literal["safetensors", "timm", "onnx"], BeforeValidator(_check_form)]
 
 
 @command("eval", "evaluate")
@@ -292,7 +288,7 @@ class PicturesOptions:
 
 @command("export", "export")
 class ExportOptions:
-    """a run's teacher, or any weights, as safetensors or a folder for timm and transformers"""
+    """a run's teacher, or any weights, as safetensors, a folder for timm and transformers, or ONNX"""
 
     model: Model
     format: ExportForm = option(..., "one of")

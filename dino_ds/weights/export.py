@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,11 +70,36 @@ def export_timm(model: Backbone, out: Path) -> str:
     )
 
 
+def export_onnx(model: Backbone, out: Path) -> str:
+    """Write an ONNX file by PyTorch's exporter, of the network as timm builds it: images (batch, channels, side, side),
+    normalized -> features (batch, width). Its metadata say how images are prepared. Raises ConfigError for a network
+    that timm does not know, and without the packages of ONNX."""
+    if importlib.util.find_spec("onnxscript") is None:
+        raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
+    import timm
+
+    about = timm_config(model)["pretrained_cfg"] | {"value_range": model.value_range}
+    with _explained(out), tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        export_timm(model, Path(folder) / "timm")
+        network = timm.create_model(f"local-dir:{folder}/timm", pretrained=True).eval()
+        images = torch.zeros(2, *about["input_size"])
+        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["features"]}
+        batch = ({0: torch.export.Dim("batch")},)
+        program = torch.onnx.export(network, (images,), dynamo=True, verbose=False, dynamic_shapes=batch, **names)
+        assert program is not None
+        kept = ("mean", "std", "input_size", "crop_pct", "interpolation", "value_range")
+        program.model.metadata_props.update((name, json.dumps(about[name])) for name in kept)
+        program.save(f"{folder}/model.onnx")
+        os.replace(f"{folder}/model.onnx", out)
+    return f"onnxruntime.InferenceSession({str(out)!r}).run(None, {{'images': images}})[0]"
+
+
 _SMALL = 96
 """Native size in pixels up to which images are taken to be of that size, which evaluations leave uncut."""
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
+    "onnx": (export_onnx, ".onnx"),
 }
 """Format -> function that writes it and returns the line that loads it; ending of its file's or folder's name."""
 

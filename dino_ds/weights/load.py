@@ -403,15 +403,7 @@ def load(
     heads: int | None = None,
     backbone: str | None = None,
 ) -> Backbone:
-    """Load the teacher of a run folder, or the backbone of a file of weights, a Hugging Face folder or a timm name.
-
-    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2, timm's). `heads`: number of
-    attention heads, if no file states it; by default that of the known backbone of this width and depth, and `notes`
-    say so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, if no file states it; ResNets 18 to
-    152 are recognized. A MODULE:CLASS that a file names is imported only if it is named here too. A timm name downloads
-    the weights if they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone
-    must be named.
-    """
+    """A Backbone of what `dino_ds.load` reads, which says what the arguments are."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)

@@ -294,8 +294,8 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("export a {imgs} --format timm", "unexpected '{imgs}': options are written --key value"),
         ("eval a --model b", "--model is given twice: 'a' and 'b'"),
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
-        ("export a", "no format is given: dino-ds export MODEL --format safetensors, one of: safetensors, timm"),
-        ("export a --format onxx", "--format: 'onxx' is not one of safetensors, timm."),
+        ("export a", "no format is given: dino-ds export MODEL --format safetensors, one of: safetensors, timm, onnx"),
+        ("export a --format onxx", "--format: 'onxx' is not one of safetensors, timm, onnx."),
     ],
 )
 def test_wrong_words_stop_before_torch_is_loaded(
@@ -340,8 +340,8 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
 
 def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
     monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
-    (line,) = errors("export", "x", "--format", "onnx")
-    assert line.endswith("torch.onnx.export of timm.create_model('local-dir:FOLDER', pretrained=True)")
+    (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
+    assert line == "--out b does not end in .onnx, by which such a file is known: name it so"
     (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
     assert line == "--out b does not end in .safetensors, by which such a file is known: name it so"
     (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))

@@ -223,3 +223,19 @@ def test_the_tokens_of_the_last_blocks():
         shallow.blocks = shallow.blocks[:1]
         torch.testing.assert_close(found[0, :, 0], model.features(batch))
         assert model.last_tokens(batch, 9).shape[0] == 1
+
+
+@pytest.mark.slow
+def test_onnxruntime_computes_what_the_model_does(tmp_path):
+    """Features of any batch, within the rounding of other kernels; how images are prepared is in the file."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = _backbone()
+    FORMATS["onnx"][0](model, tmp_path / "model.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
+    assert json.loads(session.get_modelmeta().custom_metadata_map["mean"]) == pytest.approx(model.normalization.mean)
+    for count in (1, 5):
+        batch = images(SIZE, SIZE, count)
+        (features,) = session.run(None, {"images": batch.numpy()})
+        torch.testing.assert_close(torch.from_numpy(features), model.features(batch), atol=1e-4, rtol=1e-4)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
