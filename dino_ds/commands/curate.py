@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def run(options: CurateOptions) -> Result:
 
 def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, folder: Path) -> None:
     """Find near-duplicates and keep the largest image of each group, or the first by name among equally large ones."""
-    from dino_ds.commands.find import table
+    from dino_ds.commands.find import LINES, table
     from dino_ds.evals.curation import groups, pairs_of_cosine, pairs_of_pictures
 
     vectors = embedded.vectors
@@ -118,7 +119,8 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     (folder / "duplicates.csv").write_bytes(table(("group", "kept", "cosine", "name", "side"), lines))
     sheet.sort(key=len, reverse=True)
     if sheet:
-        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet))
+        shown = f"{min(LINES, len(sheet))} of {len(sheet)} groups"
+        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, [shown]))
     removed = len(lines) - len(sheet)
     curated.notes.append(f"{curated.folder}: {removed} near-duplicates of {len(sheet)} images, which are kept")
     if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(vectors)):
@@ -148,14 +150,28 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
     members = np.split(kept[np.lexsort((distances, levels[0]))], np.cumsum(counts)[:-1])
     by_size = np.argsort(-counts, kind="stable")
     shown = by_size[evenly_spaced_indices(len(by_size), LINES)]
-    sheet = [[(row, f"{counts[i]} images") for row in members[i][:COLUMNS].tolist()] for i in shown]
-    (folder / "clusters.png").write_bytes(embedded.sheet(sheet))
+    titles = [f"{len(shown)} of {len(counts)} clusters", "nearest"] + [""] * (COLUMNS - 4) + ["most distant"] * 2
+    sheet = [_line_of_cluster(embedded, i, members[i], COLUMNS) for i in shown]
+    (folder / "clusters.png").write_bytes(embedded.sheet(sheet, titles))
     how = _train(embedded, "data.balance", curated.folder / "clusters.csv")
     curated.notes.append(f"{len(counts)} clusters of {counts.max()} to {counts.min()} images each: {how}")
     if options.draw is not None:
         curated.listed[:] = False
         curated.listed[kept[draw(levels, options.draw, options.seed)]] = True
     return curated._replace(clusters=clusters)
+
+
+def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, columns: int) -> list[tuple[int | str, str]]:
+    """The nearest and the two most distant of `members`, which are sorted, with the words under them: the cluster's
+    number, its size, and the share of its most common class where classes are known."""
+    rows, labels, classes = members.tolist(), embedded.source.labels, embedded.source.classes
+    known = [] if labels is None or not classes else [labels[row] for row in rows if labels[row] >= 0]
+    words = [f"cluster {number}", f"{len(rows)} images"]
+    if known and classes:
+        label, count = Counter(known).most_common(1)[0]
+        words.append(f"{count / len(rows):.0%} {classes[label]}")
+    chosen = rows if len(rows) <= columns else rows[: columns - 2] + rows[-2:]
+    return [(row, words[i] if i < len(words) else "") for i, row in enumerate(chosen)]
 
 
 def _train(embedded: Embedded, key: str, file: Path) -> str:

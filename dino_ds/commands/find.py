@@ -73,9 +73,11 @@ class Embedded:
         source, index = (NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
         return crop(load_image(source, index, self.about["value_range"], crop.channels))
 
-    def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]]) -> bytes:
-        """A PNG file of images, line by line with words under them: the first ones of the first lines."""
-        sheet = Sheet(min(LINES, len(lines)), max(len(line[:COLUMNS]) for line in lines), captions=True)
+    def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = ()) -> bytes:
+        """A PNG file of images, line by line with words under them: the first ones of the first lines; titles: of its
+        columns."""
+        columns = max(len(line[:COLUMNS]) for line in lines)
+        sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], captions=True)
         for row, line in enumerate(lines[:LINES]):
             for column, (image, text) in enumerate(line[:COLUMNS]):
                 sheet.put(row, column, self._picture(image), text)

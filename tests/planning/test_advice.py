@@ -122,3 +122,13 @@ def test_without_a_gpu_released_weights_are_compared_with_none():
             assert [way.name for way in ways] == ["as they are", "continue", "teach", "from scratch"]
             assert all(way.gave and way.images * way.seconds < 60 * 60 for way in ways)
     assert advice.ways(Situation(2000, 375, 3, gpus=1)) == []
+
+
+def test_without_a_gpu_the_length_has_a_time_and_a_shorter_one_beside_it():
+    """Recipe small's own crops take what was measured, larger ones more."""
+    hours = []
+    for side in (32, 64, 128):
+        row = next(row for row in advise(Situation(50_000, side, 6)) if row.setting == "length")
+        hours.append(float(row.value.removesuffix(" h of a core").split()[-1]))
+        assert row.why.endswith('a first look: --length "60000 images"')
+    assert hours[0] == pytest.approx(23 / 60, abs=0.05) and all(hour > 2 * hours[0] for hour in hours[1:])
