@@ -164,11 +164,9 @@ def _cpu_seconds(facts: Situation, flags: dict[str, str]) -> float:
     known, sizes = load_recipe("small", {}), load_recipe("small", flags | {"model.patch_size": str(facts.patch)})
 
     def work(recipe: Recipe) -> tuple[int, int]:
-        own, few = (
-            (recipe.crops.global_size or 0) ** 2 * 2,
-            (recipe.crops.local_size or 0) ** 2 * recipe.crops.num_local,
-        )
-        return (4 * own + 3 * few) // recipe.model.patch_size**2, own + few  # the teacher sees global crops, forward
+        crops, patch = recipe.crops, recipe.model.patch_size or facts.patch
+        own, few = 2 * crops.global_size**2, crops.num_local * crops.local_size**2
+        return (4 * own + 3 * few) // patch**2, own + few  # the teacher sees global crops, forward
 
     patches, pixels = (new / old for new, old in zip(work(sizes), work(known), strict=True))
     return 23 * 60 / 600_000 * (0.9 * patches + 0.1 * pixels)
