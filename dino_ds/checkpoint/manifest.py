@@ -1,14 +1,10 @@
-"""Reads a checkpoint folder, and checks that every byte is as its manifest says.
+"""Writes and reads a checkpoint's files so that damage is noticed: with checksums in a manifest, synced, read back.
 
-step_00000500/  manifest.json  rank_00000.safetensors ...  whole_00000.safetensors ...
-rank_*: each rank's part of student and optimizer; whole_*: teacher and center, each tensor in the file of one rank.
+step_00000500/ has manifest.json, rank_00000.safetensors (each rank's part of student and optimizer) and
+whole_00000.safetensors (teacher and center, each tensor in the file of one rank).
 
-Writes tensors to disk so that damage is noticed: with a checksum, synced, read back; one rank's side of a save.
-
-The files are safetensors (8 bytes with the header's length, a JSON header, raw data): any reader of that format opens
-them, and nothing in them can run. They are written here and not by the library's `save_file`, which copies all tensors
-first and holds Python's lock while it writes: training would stand still for as long as the disk takes. Here the bytes
-go from the tensors' own memory to the file, piece by piece; writing, syncing and checksums all let other threads run.
+The files are not written by safetensors' `save_file`, which copies all tensors first and holds Python's lock while it
+writes: here the bytes go from the tensors' own memory to the file, and other threads run meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`dino-ds find`: the nearest images of files, or of rows of features.
-
-Opens a file of features that `dino-ds embed` wrote, with the description beside it and the unchanged images.
-"""
+"""`dino-ds find`: the nearest images of files, or of rows of a file of features that `dino-ds embed` wrote."""
 
 from __future__ import annotations
 

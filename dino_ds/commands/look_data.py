@@ -1,6 +1,5 @@
-"""`dino-ds look-data`: shows what the network sees of some images, and statistics of the whole dataset.
-
-Statistics of a dataset: sizes, unreadable files, classes and values, as numbers and as text.
+"""`dino-ds look-data`: shows what the network sees of some images, and statistics of the whole dataset: sizes,
+unreadable files, classes and values.
 """
 
 from __future__ import annotations

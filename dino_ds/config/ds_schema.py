@@ -1,13 +1,8 @@
-"""Declares the keys of a ds JSON: DeepSpeed 0.19 silently ignores most unknown keys.
+"""Declares the keys of a ds JSON that have an effect in dino_ds, since DeepSpeed silently ignores most unknown ones;
+checks a ds JSON against them; and defines `DsConfig`, the values by which a run is built.
 
-Only keys that have an effect in dino_ds are allowed. The content of `PASSED` is left to DeepSpeed's own checks.
-`stages` are the ZeRO stages at which a key acts, if not all of them. No torch and no DeepSpeed here.
-
-The values of a ds JSON by which a run is built: `DsConfig`, and its section "dino_ds", `PerformanceOptions`.
-
-`dino_ds.config.ds_config` loads and resolves them. No torch and no DeepSpeed here.
-
-Checks a ds JSON against the list of keys: unknown names, wrong types, keys and combinations without effect.
+`stages` are the ZeRO stages at which a key acts, if not all of them; the content of `PASSED` is left to DeepSpeed's own
+checks. No torch and no DeepSpeed here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Loads a recipe: defaults < YAML files < overrides of the command line, all problems reported together.
-
-No torch here: help and checks must start at once.
-
-Finds the files of a recipe: a shipped recipe by its name, or YAML files, with the files that they extend. Reads
-their values as text, which the schema converts.
+"""Loads a recipe: defaults < YAML files (shipped ones by name, with those that they extend) < overrides of the command
+line; all problems are reported together. No torch, since help must start at once.
 """
 
 from __future__ import annotations

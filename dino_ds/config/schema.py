@@ -1,5 +1,5 @@
-"""Reads the classes that declare settings. Keys of a recipe, keys of a ds JSON and options of commands are all pydantic
-fields, with their type, range, default and help. No torch here.
+"""Reads the classes that declare settings: keys of a recipe or ds JSON and options of commands are pydantic fields,
+with type, range, default and help. No torch here.
 """
 
 from __future__ import annotations

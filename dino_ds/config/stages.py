@@ -1,10 +1,7 @@
-"""The recipe of a stage of training, which begins with another run: that run's recipe, changed by the stage. No torch.
+"""The recipe of a run, of its resumes, and of a stage, which begins with another run: that run's recipe, changed by the
+stage. No torch.
 
 Lengths and ramps that a stage sets count from the step at which the stage began; the others continue.
-
-Reads the run that a start continues: its recipe, changes of its settings, and the run that its stage began with.
-
-`dino_ds.data.sources` compares the images. No torch.
 """
 
 from __future__ import annotations

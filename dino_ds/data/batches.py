@@ -1,7 +1,4 @@
-"""Builds micro-batches of crops from the images of a source: the work of a loader process.
-
-Loader processes: their number, start and end.
-"""
+"""Builds micro-batches of crops from the images of a source, in loader processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Matches the classes of several files or sources by name.
-
-Tells files apart by what their paths resolve to, without opening more than links.
+"""Matches the classes of several files or sources by name, and tells files apart by what their paths resolve to,
+without opening more than links.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Decodes an image file's bytes to upright pixels by the fastest decoder, within a limit of pixels.
+"""Formats of image files, and the decoding of their bytes to upright pixels by the fastest decoder, within a limit.
 
-Files of 8 bits a channel become uint8, and in a run with a value range, like deeper files, float32 in [0, 1].
-
-JPEGs go to simplejpeg: the same pixels as Pillow's (both are libjpeg-turbo), with fewer copies. Files that Pillow can't
-read, or only in part, go to `formats.open_file`; all others, and damaged JPEGs, to Pillow.
-
-Formats of image files: the endings by which they are found, and their readers.
-
-A format that Pillow reads is a line of `images.PILLOW`; any other has a module with a `Format`, named in `_READERS`.
+Files of 8 bits a channel become uint8, and in a run with a value range, like deeper files, float32 in [0, 1]. JPEGs go
+to simplejpeg, whose pixels are Pillow's (both are libjpeg-turbo), all others and damaged JPEGs to Pillow. A format that
+Pillow can't read, or only in part, has a module with a `Format`, named in `_READERS`; one of Pillow's is a line of
+`images.PILLOW`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Converts Pillow images to RGB of 8 bits, or deeper values to [0, 1] by the value range of a run.
-
-The contract of a source of images, and its error for an unreadable image. Imports nothing else of `dino_ds.data`.
+"""The contract of a source of images, and the conversion of Pillow images to RGB of 8 bits, or of deeper values to [0,
+1] by the value range of a run. Imports nothing else of `dino_ds.data`.
 """
 
 from __future__ import annotations

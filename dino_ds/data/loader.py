@@ -1,10 +1,8 @@
-"""Batches of crops, epoch after epoch, from any position in the data.
+"""Batches of crops, epoch after epoch, from any position in the data; the next one is copied to the device and
+augmented during the current training step.
 
 The global batches depend on (seed, epoch) and the global batch size alone; ranks, micro-batches and workers only divide
-the work. So a run may be resumed, or repeated on other hardware, with the same images in the same order. The resolution
-of a step is drawn from (seed, epoch, index of the step in the epoch).
-
-Brings batches to the device: the next one is copied and augmented during the current training step.
+the work. So a run may be resumed, or repeated on other hardware, with the same images in the same order.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Draws the patches of a crop that are hidden from the student: blocks of random shape, from one seed a crop.
+"""Draws the patches of a crop that are hidden from the student, from one seed a crop; and which images an epoch has if
+they are drawn at unequal rates, from (seed, epoch).
 
 Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
 batch's crops are masked, with one ratio from each equal bin. Here each crop is masked with a probability and draws its
 ratio from the whole range, so that its mask follows from (seed, epoch, index of the image, number of the crop) alone.
-The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins); how many
-crops are masked varies from batch to batch.
-
-Draws images at unequal rates: by the shares of sources, and balanced over groups within a source.
-
-Stateless: the images of an epoch follow from (seed, epoch) and its length alone.
+The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Several sources of images as one, each with a share of every epoch; and groups of images that data.balance draws
-equally often: the classes of a source, or clusters from a file.
+"""Several sources of images as one, each with a share of every epoch; groups of images that data.balance draws equally
+often; and datasets by name: torchvision's and the package's photographs.
 
-Datasets by name: torchvision's, for which alone torchvision is imported, and the package's photographs.
-
-The 18 photographs, all in the public domain, are cut into patches; a patch's class is its photograph. The left 60 % of
-each is for training, the right 30 % for testing, so that no pixel is in both. Sources and licenses: photos/NOTICE.md.
+The 18 photographs (licenses: photos/NOTICE.md) are cut into patches; a patch's class is its photograph. The left 60 %
+of each is for training, the right 30 % for testing, so that no pixel is in both.
 """
 
 from __future__ import annotations

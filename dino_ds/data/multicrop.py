@@ -1,10 +1,7 @@
-"""Multi-crop augmentation as in DINO, with all randomness from one seed per image.
+"""Multi-crop augmentation as in DINO, with all randomness from one seed per image; and the crops of evaluations.
 
 Source: facebookresearch/dino `main_dino.py` DataAugmentationDINO. The operations are those that torchvision applies to
 Pillow images, called directly: torchvision's transforms would draw from torch's global generator.
-
-Cuts crops out of images: for training from an image decoded no larger than needed, for evaluations as in DINO's
-k-NN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Normalizes images by the mean and standard deviation of each channel, and displays images of any number of
-channels.
-
-Samples images before a run: their channels, the values of those deeper than 8 bits, mean and standard deviation.
+"""Normalizes images by the mean and standard deviation of each channel, displays images of any number of channels, and
+samples images before a run for these numbers and the range of deep values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Pieces of files in buckets and on web servers: asked for together, checked, kept on a disk, read as files.
+"""Pieces of files in buckets and on web servers: asked for together, checked, read as files, and kept on a disk that
+the processes of a machine share, up to a size.
 
-Pieces of remote files that were read once, on a disk of this machine, up to a size; its processes share them.
-
-Each remote file has a sparse file here, in which a piece lies where it lies in the remote file. Behind the end is a
+Each remote file has a sparse file there, in which a piece lies where it lies in the remote file. Behind the end is a
 mark for each piece, its length and CRC-32, which is written last and compared at each read: what a killed process has
 left half is fetched again, and no process waits for another.
 """

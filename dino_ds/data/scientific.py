@@ -1,8 +1,5 @@
-"""Reads the rescaled values of DICOM files with one frame, by pydicom.
-
-The contract of readers for image files that Pillow can't read in full, their common parts, and the NumPy reader.
-
-Reader of TIFFs that Pillow can't read in full: more bands than colors, pages that are bands, numbers of any type.
+"""The contract of readers for image files that Pillow can't read in full, and these readers: NumPy arrays, TIFFs with
+more bands than colors or numbers of any type, and the rescaled values of DICOM files with one frame.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Opens a recipe's source of images: the user's files or class, torchvision's datasets, the package's photographs; and
-holds a part of it out of training, by a hash of names.
-
-Describes a set of images in a few kilobytes, from which a resumed run or command tells what has changed.
+"""Opens a recipe's source of images: the user's files or class, torchvision's datasets, the package's photographs;
+holds a part of it out of training, by a hash of names; and describes it in a few kilobytes, from which a resumed run or
+command tells what has changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""A thin wrapper around the DeepSpeed engine.
-
-It answers three questions: what are the outputs, has the step been applied, and where are the FP32 masters.
-
-Builds DeepSpeed's engine: sets what the ds config leaves open, and removes work that only costs time.
+"""Builds DeepSpeed's engine, without work that only costs time, and wraps it. The wrapper answers three questions: what
+are the outputs, has the step been applied, and where are the FP32 masters.
 """
 
 from __future__ import annotations

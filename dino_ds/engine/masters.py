@@ -1,12 +1,9 @@
-"""Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own.
+"""Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own; and
+placing weights module by module, under ZeRO 3 directly in partitions.
 
-`Engine.masters()` returns a list of `Masters`, which can be used without knowing DeepSpeed; `EmaTeacher` averages them.
-Names are those of `named_parameters()`.
-
-Places weights module by module: on the device, and under ZeRO 3 directly in partitions.
-
-Of a partitioned network, a rank never holds more than its own part and the module that is being placed. Every rank must
-place the same modules in the same order.
+`Engine.masters()` returns a list of `Masters`, which can be used without knowing DeepSpeed. Names are those of
+`named_parameters()`. Of a partitioned network, a rank never holds more than its own part and the module that is being
+placed.
 """
 
 from __future__ import annotations

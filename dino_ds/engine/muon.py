@@ -5,14 +5,12 @@ iterations; an update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv
 means the same for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU.
 
 Under ZeRO 1 to 3 a matrix lies in slices on several ranks. By one exchange each rank assembles a share of the matrices
-from their slices; it orthogonalizes them, and returns the slices of the updates by a second exchange. In each exchange
-a rank sends and receives about as many elements as it holds; gathering would bring it those of all ranks. At stage 0
-each rank also orthogonalizes a share of the matrices, and broadcasts the updates.
+from their slices, orthogonalizes them, and returns the slices of the updates by a second exchange; in each it sends and
+receives about as many elements as it holds. At stage 0 each rank orthogonalizes a share of the matrices, and broadcasts
+the updates.
 
-FP32 matrix products by oneDNN on AMD's CPUs with AVX-512.
-
-torch uses MKL, whose kernels for AMD use half of the width of AVX-512: on a Zen 5 one thread reaches 110 GFLOP/s with
-MKL and 250 with oneDNN, which torch includes too. Their results differ by rounding.
+On AMD's CPUs with AVX-512 the FP32 products go to oneDNN, which torch includes too: MKL's kernels for AMD use half of
+the width, on a Zen 5 thread 110 GFLOP/s against 250. Their results differ by rounding.
 """
 
 from __future__ import annotations

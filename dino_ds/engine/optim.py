@@ -1,17 +1,9 @@
-"""The optimizer, and which parameters share a learning rate and a weight decay.
+"""The optimizer (AdamW, LARS or Muon), which parameters share a learning rate and a weight decay, and clipping.
 
 Source: facebookresearch/dino `get_params_groups`: biases and one-dimensional weights are not decayed; tokens and
 position embeddings are. The prototypes have a group of their own: lr 0 is the only exact freeze at every ZeRO stage.
-Layer-wise learning rates: facebookresearch/dinov2 `get_params_groups_with_decay`.
-
-Computes the gradient's norm over all ranks, and clips each part of the network by its own norm, unlike DeepSpeed.
-
-Source of clipping by part: facebookresearch/dinov2 clips backbone, DINO head and iBOT head each by its own norm.
-
-LARS: SGD with momentum, with each layer's gradient scaled to a fraction of the norm of the layer's weights.
-
-Source: You et al. 2017 (arXiv 1708.03888) as facebookresearch/dino `utils.LARS`: one-dimensional tensors have neither
-weight decay nor a trust ratio, and the learning rate multiplies the momentum.
+Layer-wise learning rates, and clipping of backbone and heads each by its own norm: facebookresearch/dinov2. LARS: You
+et al. 2017 (arXiv 1708.03888) as facebookresearch/dino `utils.LARS`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""Joins the process group of the launcher, and leaves it at the end.
-
-Imports DeepSpeed, which prints warnings to standard output, such as about a missing CUDA toolkit.
-
-The device of this process, its abilities and its memory.
-
-The rendezvous before a process group exists: which ranks are there, and through which interface they connect.
+"""What a process needs around training: its device and memory, DeepSpeed imported without its warnings, and the
+launcher's process group, from the rendezvous of the ranks to its end.
 """
 
 from __future__ import annotations

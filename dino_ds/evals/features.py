@@ -1,6 +1,5 @@
-"""Features of labeled images, each rank computing its share.
-
-Finds images for commands that examine a model, by their options or by the model's run, and the value range.
+"""Features of labeled images, each rank computing its share; and the images and value range of a command that examines
+a model, by its options or by the model's run.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 To add one, write a function with this signature, and add it to `find_evaluation` and to EVALUATIONS of
 `dino_ds.config.evaluation`. Its docstring goes into the table of docs/evaluations.md; its numbers are printed, written
 and reported.
-
-Messages about evaluations for the user: which recipe key is meant, and which test images are trained on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Tracks values of evaluations over a run: the best teacher by one metric, and k-NN beside its baselines.
+"""Tracks values of evaluations over a run: the best teacher by one metric, k-NN beside its baselines, and the newest
+result of each evaluation in RUN/evaluations.json:
 
-RUN/evaluations.json: the newest result of each evaluation, and of which teacher it is.
-
-{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "data": null, "train_images": 2880,
-"test_images": 936, "seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known.
-`images`: number of images that the teacher had seen; `data`: images of the evaluation, if not those of the run.
+{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "data": null, "train_images": 2880, "test_images": 936,
+"seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known. `images`: number of
+images that the teacher had seen; `data`: images of the evaluation, if not those of the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""One page of shared memory, through which a rank tells its monitor process where it is without a system call.
-
-Small files that several processes write, and a time limit for reading files on a disk that may hang.
+"""One page of shared memory, through which a rank tells its monitor process where it is without a system call; and the
+small files that several processes write.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The monitor: a process next to each rank that notices hangs, deaths and stop requests while the rank is busy.
+"""The monitor, a process next to each rank that notices hangs, deaths and stop requests while the rank is busy; and the
+rank's side, which starts it and reports the first failure.
 
-python -m dino_ds.health.monitor, started by dino_ds.health.monitor; the standard library only. It reads its rank's
-progress from shared memory, publishes it every `PUBLISH_SECONDS`, and ends with its rank, whose end closes its stdin.
-
-The part of health checks inside a rank: starts its monitor process, which may end it; reports the first failure.
+python -m dino_ds.health.monitor imports the standard library only. It reads its rank's progress from shared memory,
+publishes it every `PUBLISH_SECONDS`, and ends with its rank, whose end closes its stdin.
 """
 
 from __future__ import annotations

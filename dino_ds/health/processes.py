@@ -1,6 +1,5 @@
-"""Processes of this machine: a rank as its monitor sees it, what has started it, whether a process still runs.
-
-RUN/lock, which lets one run at a time write into a folder; the monitor of its holder keeps touching it.
+"""Processes of this machine: a rank as its monitor sees it, what has started it, whether a process still runs; and
+RUN/lock, by which one run at a time writes into a folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""RUN/heartbeats: where every rank is, how it ended, and which failure was the first.
-
-Written by the monitor processes; read by them, and by ranks that have lost a peer.
+"""RUN/heartbeats, which the monitor processes write: where every rank is, how it ended, and which failure was the
+first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Builds the parts of a training step from a recipe: components take plain values, which this module reads from it.
-
 Refuses options that do nothing for the backbone, and loss terms whose names clash or whose inputs are missing.
-
-Builds a loss term or a teacher from its spec: ours by the functions of this package, a user's by the spec itself.
 """
 
 from __future__ import annotations

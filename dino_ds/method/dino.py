@@ -1,12 +1,11 @@
-"""The DINO term: every student crop predicts the teacher's outputs for the teacher's crops, except for itself.
+"""The DINO term: every student crop predicts the teacher's outputs for the teacher's crops, except for itself; and the
+centering of a teacher's logits, by which its targets do not collapse.
 
-Source: DINO, equation 3 and algorithm 1 (arXiv 2104.14294); facebookresearch/dino `DINOLoss`; with Sinkhorn-Knopp
-facebookresearch/dinov2.
+targets = softmax(logits / temperature + shift). Centering subtracts a running mean; Sinkhorn-Knopp balances the
+prototypes over all rows of a step.
 
-Turns a teacher's logits into targets that do not collapse: both ways are a softmax after a shift per prototype.
-
-targets = softmax(logits / temperature + shift). Centering subtracts a running mean (DINO, arXiv 2104.14294);
-Sinkhorn-Knopp balances the prototypes over all rows of a step (SwAV, arXiv 2006.09882; DINOv2, arXiv 2304.07193).
+Source: DINO, equation 3 and algorithm 1 (arXiv 2104.14294); facebookresearch/dino `DINOLoss`; Sinkhorn-Knopp: SwAV
+(arXiv 2006.09882), facebookresearch/dinov2 (arXiv 2304.07193).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Frozen teachers, which never change, and their networks from files; a checkpoint holds only their digests.
 
-Distillation: builds the frozen teacher of teacher.source, checks that it fits the recipe, and is a resumed run's.
-
-Source: DINOv2 (arXiv 2304.07193), section 5: targets from the heads of a frozen larger teacher, for a student without
-masks or stochastic depth, whose EMA is the product.
+Source of the distillation of teacher.source: DINOv2 (arXiv 2304.07193), section 5: targets from the heads of a frozen
+larger teacher, for a student without masks or stochastic depth, whose EMA is the product.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Gram anchoring: keeps the similarities between the patches of an image close to those of a teacher.
+"""Gram anchoring: keeps the similarities between the patches of an image close to those of a teacher, which the EMA
+teacher replaces now and then, or which never moves.
 
-Source: DINOv3, section 4 (arXiv 2508.10104). Only similarities are compared, so the teacher may have another width, and
-features may rotate freely.
-
-Gram anchoring's own teachers: one that the EMA teacher replaces now and then, and one that never moves.
-
-Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3 `gram.rep_update`.
+Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3 `gram.rep_update`. Only similarities are compared,
+so the teacher may have another width, and features may rotate freely.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The contract of a loss term, and the objective, the weighted sum of terms.
-
-What users' loss terms keep from step to step besides `statistics`: found among their attributes, saved by each rank
-for itself, and restored. dino_ds's own terms keep nothing else.
+"""The contract of a loss term, the objective as the weighted sum of terms, and the state of users' terms beside
+`statistics`: found among their attributes, saved by each rank for itself, and restored.
 """
 
 from __future__ import annotations

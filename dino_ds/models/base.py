@@ -1,11 +1,9 @@
-"""The contract of a backbone: what training, teachers and exports ask of any network.
+"""The contract of a backbone: what training, teachers and exports ask of any network; and the initialization of
+weights, module by module, so that no process needs to hold a whole network.
 
-Initializes the weights of a network.
-
-Weights are initialized module by module, so that no process needs to hold a whole network. A network built on a real
-device is initialized by its constructors. A network on the meta device gets the same weights, bit for bit, from
-`init_weights_in_pieces`, which uses random numbers in the order in which the constructors use them.
-Source: facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too.
+A network built on a real device is initialized by its constructors; one on the meta device gets the same weights, bit
+for bit, from `init_weights_in_pieces`. Source: facebookresearch/dino; what it leaves to torch's defaults has torch's
+defaults here too.
 """
 
 from __future__ import annotations

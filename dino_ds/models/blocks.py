@@ -1,6 +1,5 @@
-"""The Transformer block over packed tokens: sequences of several lengths in one (tokens, width) matrix.
-
-The Transformer block of ViTs with rotary positions, with the parameter names of DINOv3 in timm's Eva.
+"""The Transformer block over packed tokens, sequences of several lengths in one (tokens, width) matrix; and that of
+ViTs with rotary positions, with the parameter names of DINOv3 in timm's Eva.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Stochastic depth whose decisions follow from the image, not from a generator's state.
+"""Stochastic depth whose decisions follow from the image, not from a generator's state; and the residual branch that it
+and LayerScale scale, added to all rows or to those of kept sequences.
 
 Whether a crop skips a branch is a hash of (key of the image, view, block, branch): the same on any rank, for any
-micro-batch, after a resume and in the recomputation of a checkpointed block, with no RNG state to save.
-Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linearly, as in facebookresearch/dino,
-or are all the same, as in facebookresearch/dinov2.
-
-Adds a residual branch, scaled by LayerScale and by stochastic depth, to all rows or to those of kept sequences.
+micro-batch, after a resume and in the recomputation of a checkpointed block.
+Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linearly, as in facebookresearch/dino, or are
+all the same, as in facebookresearch/dinov2.
 """
 
 from __future__ import annotations

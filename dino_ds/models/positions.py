@@ -1,10 +1,7 @@
-"""Resizes position embeddings to other numbers of patches: bicubic interpolation, which is linear, as matrix products.
+"""Positions of patches: embeddings resized to other grids by bicubic interpolation, and axial rotary positions (RoPE).
 
-Their gradient is the same in every run on a GPU; the gradient of torch's `interpolate` is summed in varying order.
-
-Axial rotary positions (RoPE) of a grid of patches: tables of angles, and the rotation of queries and keys by them.
-
-Half of a head's rotation pairs turn by the row of a patch, half by its column; in FP32, whatever the precision.
+The interpolation is linear, and done as matrix products: torch's `interpolate` sums its gradient in varying order on a
+GPU. Half of a head's rotation pairs turn by the row of a patch, half by its column; in FP32, whatever the precision.
 Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change in training as DINOv3, arXiv 2508.10104.
 """
 

@@ -1,11 +1,6 @@
-"""Prototypes, and cross-entropies over them that never hold a whole (rows, prototypes) matrix.
-
-Factored logits, their comparison with a teacher's, and the size of the tiles in which they are multiplied out.
-
-Logits are stored as unit rows (n, c) and prototypes (k, c). They are multiplied out tile by tile, as often as needed,
-in FP32 whatever the engine's precision.
-
-The projection head: MLP, L2 normalization, prototypes.
+"""The projection head (MLP, L2 normalization, prototypes), and cross-entropies that never hold a whole (rows,
+prototypes) matrix: logits are stored as unit rows (n, c) and prototypes (k, c), and multiplied out tile by tile, as
+often as needed, in FP32 whatever the engine's precision.
 
 Source: facebookresearch/dino `DINOHead`; its `weight_norm` layer is `Prototypes` here, because torch's weight_norm
 can't be deep-copied and sees no weights under ZeRO 3.

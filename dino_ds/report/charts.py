@@ -1,7 +1,4 @@
-"""The charts of a run as descriptions: their lines, titles, units. `plot.py` draws them.
-
-Reads metrics.jsonl into columns of numbers, a million lines in seconds.
-"""
+"""The charts of a run as descriptions (their lines, titles, units), from the columns of metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Makes pages that are one file and fetch nothing; jinja2 escapes all text, so that none is taken for HTML.
-
-Draws charts with matplotlib, as SVG for the report's page.
+"""Makes pages that are one file and fetch nothing, with charts as SVG by matplotlib; jinja2 escapes all text, so that
+none is taken for HTML.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The page about one run: what the template run.html shows.
-
-`dino-ds report`: a run as one HTML file.
-"""
+"""`dino-ds report`: the page about one run, which the template run.html shows, as one HTML file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Chooses the checkpoint that a start loads: of the same run, of the previous stage's run, or none.
-
-Takes from a recipe what the training loop needs: plain values. Checks for lengths beyond the run's, once the
-steps of an epoch are known.
+"""Chooses the checkpoint that a start loads: of the same run, of the previous stage's run, or none; and gives the
+training loop the plain values that it needs of a recipe.
 """
 
 from __future__ import annotations

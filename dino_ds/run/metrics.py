@@ -1,10 +1,8 @@
-"""Measures and writes the metrics of a run, and its log: metrics.jsonl, TensorBoard, log.txt and the console.
+"""Measures and writes the metrics of a run, and its log: metrics.jsonl, TensorBoard, log.txt, the console, and Weights
+& Biases and trackio, as far as the ds JSON enables them. Only rank 0 writes; every rank may call everything.
 
-Only rank 0 writes; every rank may call everything.
-
-Sends metrics to Weights & Biases and to trackio, as far as the ds JSON enables them.
-
-DeepSpeed does not get these sections: its engine would synchronize the device in every step to write its loss.
+DeepSpeed does not get the sections of these loggers: its engine would synchronize the device in every step to write its
+loss.
 """
 
 from __future__ import annotations

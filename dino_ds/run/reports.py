@@ -1,8 +1,5 @@
-"""Writes the metrics of a run every `log_every` steps, its progress, and the alarms that follow from them.
-
-An alarm for a collapsed teacher: without it a run may train for weeks, its loss falling, and learn nothing.
-
-Reports unreadable images, and steps skipped because of NaN or infinity; ends a run with too many of either.
+"""Writes the metrics of a run every `log_every` steps, its progress, and the alarms that follow from them: of a
+collapsed teacher, of unreadable images, and of steps skipped because of NaN or infinity.
 """
 
 from __future__ import annotations

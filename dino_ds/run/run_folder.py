@@ -1,10 +1,5 @@
-"""The run folder: whether a start may begin or continue there, the facts on which all ranks agree, and its files.
-
-Compares images and settings of a start with its checkpoint's; refuses a resume that would learn something else.
-
-Whether all ranks start the same run: software, code, settings and run folder.
-
-The teacher's files in a run folder: the newest teacher, teacher.*, and the best one by a metric, best_teacher.*.
+"""The run folder: whether a start may begin or continue there, with the same images and settings as its checkpoint and
+on all ranks alike; and its files, with the newest teacher (teacher.*) and the best one by a metric (best_teacher.*).
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Requests to stop a run at its next step: signals, and what the monitor process sees (RUN/stop, a launcher's end).
-
-The Python program that has started a run: it gets every line of metrics, and outlives the run.
-
-In such a program a run ends with an exception instead of the process, and a hanging run is not ended.
+"""Requests to stop a run at its next step: signals, and what the monitor process sees (RUN/stop, a launcher's end); and
+the Python program that has started a run, which gets every line of metrics and outlives the run.
 """
 
 from __future__ import annotations

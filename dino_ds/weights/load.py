@@ -1,9 +1,8 @@
-"""A trained backbone in Python: its features, patch tokens and attention.
+"""A trained backbone in Python: its features, patch tokens and attention. The architecture follows from files and
+shapes.
 
 model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
 features = model.features(model.preprocess(image)[None])
-
-Matches weights with networks: the architecture that files and shapes tell, and the tensors that fit it.
 """
 
 from __future__ import annotations

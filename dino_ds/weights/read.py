@@ -1,6 +1,5 @@
-"""Reads weights of this project, facebookresearch/dino and dinov2, timm or Hugging Face; no code in them is run.
-
-Finds the weights that a name or path stands for: a run folder, a file, a Hugging Face folder or a timm name.
+"""Finds the weights that a name or path stands for (a run folder, a file, a Hugging Face folder or a timm name), and
+reads those of this project, facebookresearch/dino and dinov2, timm or Hugging Face; no code in them is run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""A file of weights and the JSON next to it, its sidecar: written so that they always go together, verified when read.
+"""A file of weights and the JSON next to it, its sidecar, and checkpoints in any folder: whatever reads weights
+verifies them.
 
-This is half of one rule: whatever reads weights verifies them. The other half is
-`dino_ds.weights.sidecar.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
-of its own content. Two files can't be replaced in one step, so the sidecar is written first and describes the old file
-too until that is replaced: whenever the process dies, one of its two descriptions fits the file on the disk.
-Sidecars of other programs have no checksums, and are not verified.
-
-Mean, deviation and range of values of training images, as the files next to weights state them.
-
-Opens a checkpoint in any folder for reading, after verifying the files that may be read.
+The sidecar holds length and CRC32 of its file of weights, a checksum of its own content, and mean, deviation and range
+of the training images' values. Two files can't be replaced in one step, so the sidecar is written first and describes
+the old file too until that is replaced: whenever the process dies, one of its two descriptions fits the file on the
+disk. Sidecars of other programs have no checksums, and are not verified.
 """
 
 from __future__ import annotations

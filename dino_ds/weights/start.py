@@ -1,6 +1,5 @@
-"""Starts a run from existing weights: checks that they fit the recipe's network, and loads them while it is built.
-
-`model.backbone from_source`: the network of the weights that a run starts from, compared with a recipe's.
+"""Starts a run from existing weights: checks that they fit the recipe's network, or takes the network from them
+(`model.backbone from_source`), and loads them while the network is built.
 """
 
 from __future__ import annotations

@@ -1,18 +1,6 @@
-"""Specs of EMA teachers: the one that a run exports, and further ones with their own momentum.
+"""Specs of dino_ds's own loss terms and teachers: what they need, refuse and log, without torch.
 
-Descriptions of the terms that compare a teacher's and the student's prototypes: DINO of crops, iBOT of patches.
-
-Description of SimDINO's term: views of an image agree, and images fill the sphere, without prototypes.
-
-Description of the KoLeo term: CLS features of different images spread apart.
-
-Specs of Gram anchoring: its term, teacher and crops, and the recipes that these refuse.
-
-Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
-
-Specs of a loss term that keeps a run near the weights it starts from, and of the teacher with these weights.
-
-Descriptions of a distillation: the frozen teacher of teacher.source, and the terms that regress its features.
+Source of Gram anchoring's: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
 """
 
 from __future__ import annotations

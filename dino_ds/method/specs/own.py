@@ -1,4 +1,5 @@
-"""Users' own loss terms and teachers: objective.terms and teacher.others of a recipe.
+"""Finds the loss terms, teachers and heads of a recipe, ours and the user's, and its crop groups with the teachers that
+see them. Code about terms or teachers iterates over these lists, and names no single term or teacher.
 
     objective:
       terms:
@@ -7,12 +8,8 @@
       others:
         slow: {momentum: 0.9995}
 
-`spec` names a dataclass, a subclass of `dino_ds.method.specs.base.TermSpec` or `TeacherSpec`; the keys next to it are
-the fields of this class. A teacher without `spec` is another EMA teacher. Specs are imported only when needed.
-
-Finds the loss terms, teachers and heads of a recipe, and its crop groups with the teachers that see them.
-
-Code about terms or teachers iterates over these lists, and names no single term or teacher.
+`spec` names a dataclass, a subclass of `dino_ds.method.specs.base.TermSpec` or `TeacherSpec`, which is imported only
+when needed; the keys next to it are its fields. A teacher without `spec` is another EMA teacher.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The backbones that dino_ds builds, by timm's names: plain numbers, no torch, so that help and planner stay light.
-
-The part of a network that is trained, in plain numbers. No torch here.
+"""The backbones that dino_ds builds, by timm's names, and the part of a network that is trained, as plain numbers: no
+torch, so that help and planner stay light.
 """
 
 from __future__ import annotations

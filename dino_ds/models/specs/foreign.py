@@ -1,8 +1,5 @@
-"""Backbones that dino_ds does not build itself: any timm model that gives features, and a user's own module.
-
-Their facts are known only after building them, which is done once, on the meta device, without memory.
-
-Checks of a foreign network before it is trained; on the meta device, where it takes no memory.
+"""Backbones that dino_ds does not build itself: any timm model that gives features, and a user's own module. Their
+facts are known, and checked, once they are built on the meta device, without memory.
 """
 
 from __future__ import annotations
