@@ -24,6 +24,7 @@ from tqdm import tqdm
 from dino_ds.basics.files import check_absent, crop_seed, free_stem, replacing
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
+from dino_ds.data import normalization
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, started, worker_options
 from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
@@ -32,14 +33,6 @@ from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.masks import draws_in
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalization import (
-    NO_VALUES,
-    ImageValues,
-    measure_channels,
-    visible,
-    with_hidden_patches,
-    with_image_settings,
-)
 from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import LookDataOptions
@@ -60,7 +53,7 @@ class ImageFacts:
     index: int
     width: int = 0
     height: int = 0
-    values: ImageValues = NO_VALUES
+    values: normalization.ImageValues = normalization.NO_VALUES
     problem: str = ""
 
 
@@ -93,7 +86,7 @@ class FactsOf(Dataset[ImageFacts]):
     def __getitem__(self, index: int) -> ImageFacts:
         try:
             image = open_image(self._source, index, self._max_pixels, channels=self._channels)
-            values = ImageValues.of(image.values())
+            values = normalization.ImageValues.of(image.values())
         except UnreadableImage as error:
             return ImageFacts(index, problem=error.reason)
         problem = values.why_skipped(self._range)
@@ -218,12 +211,14 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     source = training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
     # As of a run that goes on: the mean is measured below, on more images.
-    recipe, range_lines = with_image_settings(recipe, source, lambda: recipe)
+    recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
     if recipe.data.known_range == known:
         range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
     data, channels = recipe.data, recipe.model.in_chans
     facts = look_at(source, options.sample, recipe)
-    measured = measure_channels((fact.values for fact in facts if not fact.problem), channels, data.known_range)
+    measured = normalization.measure_channels(
+        (fact.values for fact in facts if not fact.problem), channels, data.known_range
+    )
     statistics = {
         "source": data.source,
         "root": data.place if data.mixture else data.root,
@@ -275,7 +270,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         whole = torch.from_numpy(array).permute(2, 0, 1)
         original = _picture(whole, whole)
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
+        shown = normalization.with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalization.undone(crop[0]), whole) for crop in shown]
         boxes = [crop.box for crop in sampled]
         yield Seen(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
@@ -283,7 +278,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
 
 def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
     """Pixels (c, h, w), uint8 or in [0, 1], as RGB; other channels are stretched like those of the whole image."""
-    levels = (visible(pixels, like) * 255).round().to(torch.uint8)
+    levels = (normalization.visible(pixels, like) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 

@@ -18,14 +18,7 @@ import hjson
 
 from dino_ds.basics.files import is_file, read_text
 from dino_ds.basics.names import did_you_mean
-from dino_ds.config.ds_schema import (
-    DsConfig,
-    PerformanceOptions,
-    offloads_optimizer,
-    offloads_weights,
-    override,
-    problems_of,
-)
+from dino_ds.config import ds_schema
 from dino_ds.errors import ConfigError, one_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -64,9 +57,9 @@ def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, 
     """A copy of `config`, which was read from `path`, with `overrides`; checked as by `load_ds_config`."""
     config, problems = copy.deepcopy(config), list[str]()
     for name, value in overrides.items():
-        if problem := override(config, name, value):
+        if problem := ds_schema.override(config, name, value):
             problems.append(f"--ds.{name}: {problem}")
-    for name, problem in problems_of(config):
+    for name, problem in ds_schema.problems_of(config):
         where = f"--ds.{name}" if name in overrides else f"{path}: {name}" if name else path
         problems.append(f"{where}: {problem}")
     if problems:
@@ -81,7 +74,7 @@ def resolve_ds_config(
     world_size: int,
     fp16_supported: bool = True,
     parameters: int | None = None,
-) -> DsConfig:
+) -> ds_schema.DsConfig:
     """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`.
 
     Raises ConfigError if the batch sizes do not multiply to `global_batch`, or for fp16 on a device without it.
@@ -105,7 +98,7 @@ def resolve_ds_config(
     stage = int(raw["zero_optimization"]["stage"])
     _fill_zero(raw, parameters, world_size)
     notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
-    return DsConfig(
+    return ds_schema.DsConfig(
         raw=raw,
         micro_batch=micro,
         accumulation=accumulation,
@@ -114,7 +107,7 @@ def resolve_ds_config(
         dynamic_loss_scale=precision == "fp16" and not raw["fp16"].get("loss_scale", 0),
         clipping=float(raw["gradient_clipping"]),
         checkpoint_blocks=_checkpointed_blocks(raw),
-        performance=PerformanceOptions(**raw.get("dino_ds", {})),
+        performance=ds_schema.PerformanceOptions(**raw.get("dino_ds", {})),
         notes=notes,
     )
 
@@ -188,7 +181,7 @@ def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) ->
     """Replace ZeRO 1 or 2 by stage 0 for one process in FP32: it would shard nothing, and only copy. Returns notes."""
     zero = raw["zero_optimization"]
     stage = zero["stage"]
-    if stage not in (1, 2) or precision != "fp32" or world_size > 1 or offloads_optimizer(zero):
+    if stage not in (1, 2) or precision != "fp32" or world_size > 1 or ds_schema.offloads_optimizer(zero):
         return []
     raw["zero_optimization"] = {"stage": 0}
     return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
@@ -204,12 +197,12 @@ def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> 
         if stage in stages and zero.get(key, "auto") == "auto":
             zero[key] = min(size, BUCKET_ELEMENTS)
     # On one process, overlap_comm only makes each backward pass wait for the device, unless copies to the host overlap.
-    to_host = offloads_optimizer(zero) or offloads_weights(zero)
+    to_host = ds_schema.offloads_optimizer(zero) or ds_schema.offloads_weights(zero)
     if world_size == 1 and stage and not to_host:
         zero["overlap_comm"] = False
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]
-    if offloads_optimizer(zero):
+    if ds_schema.offloads_optimizer(zero):
         raw["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed refuses every optimizer but its own
 
 

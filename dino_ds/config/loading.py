@@ -19,19 +19,10 @@ from dino_ds.basics.files import FORMAT, check_format, is_file, read_text
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import MOST_PROBLEMS, as_written, did_you_mean, missing_file, unquoted, words_elsewhere
 from dino_ds.basics.own_code import CODE_KEYS, allow_code, code_in
+from dino_ds.config import schema
 from dino_ds.config.fields import Length
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
-from dino_ds.config.schema import (
-    COMMAND_LINE,
-    NONE_WORDS,
-    IdleKey,
-    Option,
-    flatten,
-    idle_keys,
-    options_of,
-    problem_lines,
-)
 from dino_ds.errors import ConfigError, one_line
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -210,7 +201,7 @@ class _Settings:
         """Reset keys without effect that the user did not set to their defaults; returns whether there were any."""
         causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
         lines = [line for cause in causes for line in getattr(cause, "args", ())]
-        keys = [line for line in lines if isinstance(line, IdleKey) and line.key in self.values]
+        keys = [line for line in lines if isinstance(line, schema.IdleKey) and line.key in self.values]
         idle = [line for line in keys if not self.is_users(line.key)]
         for line in idle:
             del self.values[line.key]
@@ -225,7 +216,9 @@ class _Settings:
     def refuse(self, name: str, where: str) -> None:
         """Note the problem that `name` is no key; `where`: the beginning of its line."""
         if len(self.problems) < MOST_PROBLEMS:
-            answer = f": {word}" if (word := key_elsewhere(name)) else f".{did_you_mean(name, options_of(Recipe))}"
+            answer = (
+                f": {word}" if (word := key_elsewhere(name)) else f".{did_you_mean(name, schema.options_of(Recipe))}"
+            )
             self.problems.append(f"{where}{name}: not a recipe key{answer}")
             self.invalid.add(name.split(".")[0])
 
@@ -242,7 +235,10 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
     settings.allow_code()
     recipe = _validate(settings)
     if notes is not None:
-        notes += [*settings.notes, *(line.why for line in idle_keys(recipe, "idle") if settings.is_users(line.key))]
+        notes += [
+            *settings.notes,
+            *(line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key)),
+        ]
     return recipe
 
 
@@ -292,7 +288,7 @@ def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) ->
     Raises ConfigError, also if the file exists.
     """
     config = config or "vits16"
-    values, written = flatten(load_recipe(config, overrides).model_dump()), keys_set_by(config, overrides)
+    values, written = schema.flatten(load_recipe(config, overrides).model_dump()), keys_set_by(config, overrides)
     lines = [f"# What is learned: recipe {config}, to edit. All keys and their defaults: dino-ds train --help all."]
     for option in recipe_options():
         section, _, leaf = option.name.rpartition(".")
@@ -309,9 +305,9 @@ def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) ->
         raise ConfigError(f"--print {path} can't be written: {error.strerror}; name a new file") from None
 
 
-def recipe_options() -> list[Option]:
+def recipe_options() -> list[schema.Option]:
     """Every key of the recipe, in the order of the schema."""
-    return [*options_of(Recipe).values()]
+    return [*schema.options_of(Recipe).values()]
 
 
 def _collect(config: str | None, overrides: Mapping[str, Any]) -> _Settings:
@@ -320,24 +316,24 @@ def _collect(config: str | None, overrides: Mapping[str, Any]) -> _Settings:
     settings = _Settings()
     for path, content in [] if config is None else read_recipe_files(config):
         settings.add(dict(_flatten(content, "", path, settings)), path)
-    settings.add(dict(_read_overrides(overrides, settings)), COMMAND_LINE)
+    settings.add(dict(_read_overrides(overrides, settings)), schema.COMMAND_LINE)
     return settings
 
 
 def _read_overrides(overrides: Mapping[str, Any], settings: _Settings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, its value, or None for a word that unsets it) of known names; refuse the others."""
-    options = options_of(Recipe)
+    options = schema.options_of(Recipe)
     for name, value in overrides.items():
         if name not in options:
             settings.refuse(name, "--")
         else:
-            is_none_word = isinstance(value, str) and value.strip().lower() in NONE_WORDS
+            is_none_word = isinstance(value, str) and value.strip().lower() in schema.NONE_WORDS
             yield name, None if is_none_word and options[name].takes_none else value
 
 
 def key_elsewhere(name: str) -> str | None:
     """The sentence for a name that is not a key of the recipe, but a section or a known word; None for other names."""
-    inside = [option for option in options_of(Recipe) if option.startswith(f"{name}.")]
+    inside = [option for option in schema.options_of(Recipe) if option.startswith(f"{name}.")]
     if inside:
         return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
     leaf = name.rpartition(".")[2]
@@ -358,7 +354,7 @@ _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.o
 
 def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Settings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, raw value) of known keys; refuse the others."""
-    known = options_of(Recipe)
+    known = schema.options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
     for key, value in content.items():
         name = f"{prefix}{key}"
@@ -406,7 +402,7 @@ def _validate(settings: _Settings) -> Recipe:
         except ValidationError as error:
             if settings.leave_out_idle(error):
                 return _validate(settings)
-            lines += problem_lines(error, settings.values)
+            lines += schema.problem_lines(error, settings.values)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
             invalid |= wrong
             nested = {name: value for name, value in nested.items() if name not in wrong}

@@ -17,21 +17,9 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
 from dino_ds.config.ds_schema import DsConfig, check_offload
-from dino_ds.engine import distributed
+from dino_ds.engine import distributed, optim
 from dino_ds.engine.masters import FrozenWeights, Masters, let_go_of, masters_of, release
 from dino_ds.engine.muon import Muon
-from dino_ds.engine.optim import (
-    ONE_RATE,
-    WHOLE,
-    Lars,
-    OptimizerOptions,
-    apply_settings,
-    build_optimizer,
-    check_clip_by_part,
-    norm_in_one_pass,
-    norm_of_parts,
-    parts_of,
-)
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import (
     OptimizerShard,
@@ -157,7 +145,7 @@ class Engine:
         ConfigError: DeepSpeed refuses the config, or it does not go with the options.
     """
 
-    def __init__(self, network: Network, config: DsConfig, options: OptimizerOptions = ONE_RATE) -> None:
+    def __init__(self, network: Network, config: DsConfig, options: optim.OptimizerOptions = optim.ONE_RATE) -> None:
         _check_together(config, options)
         self.config, self._kind = config, options.kind
         self._name_of = {id(p): name for name, p in network.named_parameters()}
@@ -168,19 +156,19 @@ class Engine:
         network.train()
 
         self._buffers = _Buffers(network)
-        optimizer = build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
-        by_part = options.clip_by != WHOLE
+        optimizer = optim.build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
+        by_part = options.clip_by != optim.WHOLE
         self._engine, self._optimizer = initialize(network, optimizer, config, clips=not by_part)
         self._buffers.restore(self.device)
         weakref.finalize(self, release, self._engine).atexit = False
 
-        if isinstance(optimizer, Lars) and config.stage:
+        if isinstance(optimizer, optim.Lars) and config.stage:
             lay_out_layers(optimizer, self._optimizer, self._name_of, self._shapes)
         if isinstance(optimizer, Muon) and config.stage:
             lay_out_matrices(optimizer, self._optimizer, self._name_of, self._shapes)
-        norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
+        optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         self._unsynced = unsynced_statistics(network)
-        self._stage0_parts = parts_of(self._optimizer, network) if config.stage == 0 else []
+        self._stage0_parts = optim.parts_of(self._optimizer, network) if config.stage == 0 else []
         self._stage0_norm: float | None = None
         self._before_step = self._dynamic_state()
 
@@ -223,7 +211,7 @@ class Engine:
 
     def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
         """Set lr and weight_decay of the parameter groups of each name; a group's own multiplier then scales its lr."""
-        apply_settings(self._optimizer.param_groups, settings)
+        optim.apply_settings(self._optimizer.param_groups, settings)
 
     def freeze_prototypes(self, frozen: bool) -> None:
         self._engine.module.freeze_prototypes(frozen)
@@ -254,7 +242,7 @@ class Engine:
 
         At stage 0 DeepSpeed has summed gradients over ranks before this; from stage 1 on it checks them itself.
         """
-        norm, norms = norm_of_parts(self._stage0_parts)
+        norm, norms = optim.norm_of_parts(self._stage0_parts)
         self._stage0_norm = float(norm)
         finite = math.isfinite(self._stage0_norm)
         for part, part_norm in zip(self._stage0_parts, norms, strict=True):
@@ -339,12 +327,12 @@ class Engine:
         return partitions_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
 
 
-def _check_together(config: DsConfig, options: OptimizerOptions) -> None:
+def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:
     """Raises ConfigError where a ds config does not go with this machine or with the optimizer."""
     if config.performance.attention == "varlen" and not torch.cuda.is_available():
         raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
-    if options.clip_by != WHOLE:
-        check_clip_by_part(config)
+    if options.clip_by != optim.WHOLE:
+        optim.check_clip_by_part(config)
     check_offload(config, options.kind)
 
 

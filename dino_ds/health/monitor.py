@@ -29,19 +29,8 @@ import psutil
 
 from dino_ds.basics.ranges import tell
 from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError, UserError
+from dino_ds.health import processes
 from dino_ds.health.beat import Beat, Disk, append_line
-from dino_ds.health.processes import (
-    END_SIGNAL,
-    PATIENCE,
-    STACKS_SIGNAL,
-    Process,
-    RankProcess,
-    RunLock,
-    Standstill,
-    death_of,
-    send_signal,
-    starters,
-)
 from dino_ds.health.records import (
     Failure,
     Heartbeat,
@@ -64,7 +53,7 @@ _CONNECTION = re.compile(
 
 def longest_wait(hang_seconds: float) -> float:
     """Timeout in seconds for collectives of a process group: longer than monitors wait, since they know more."""
-    return PATIENCE * hang_seconds + 60 if hang_seconds else 1800.0
+    return processes.PATIENCE * hang_seconds + 60 if hang_seconds else 1800.0
 
 
 class Watchdog:
@@ -78,16 +67,16 @@ class Watchdog:
         self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
         job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
         fds = self.beat.descriptor, self._stacks.fileno()
-        self._arguments = MonitorArguments(*job, *fds, starters=[[*starter] for starter in starters()])
+        self._arguments = MonitorArguments(*job, *fds, starters=[[*starter] for starter in processes.starters()])
         self._c = ctypes.CDLL(None)
         self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 
     def __enter__(self) -> Watchdog:
         # Both handlers are C, so they run while another thread holds the GIL. That of signal 6 is libc's _exit: it
         # is called with the number of the signal, which is the exit code of a rank that hangs.
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        faulthandler.register(processes.STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         leave = ctypes.cast(self._c._exit, ctypes.c_void_p)
-        self._previous_handler = self._c.signal(END_SIGNAL, leave)
+        self._previous_handler = self._c.signal(processes.END_SIGNAL, leave)
         self._telling = contextlib.ExitStack()
         self._telling.enter_context(tell(self.beat.enter_part))
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -114,8 +103,8 @@ class Watchdog:
             self._monitor.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._monitor.wait(1.0)  # waiting in the kernel for a dead disk, it ends once that answers
-        faulthandler.unregister(STACKS_SIGNAL)
-        self._c.signal(END_SIGNAL, self._previous_handler)
+        faulthandler.unregister(processes.STACKS_SIGNAL)
+        self._c.signal(processes.END_SIGNAL, self._previous_handler)
         self._stacks.close()
         os.close(self.beat.descriptor)
 
@@ -258,7 +247,7 @@ class SharedFolder:
 
     def __init__(self, arguments: MonitorArguments, beat: Beat) -> None:
         self._path, self._is_first, self._beat = Path(arguments.run_dir), arguments.rank == 0, beat
-        self.heartbeats, self.lock = Heartbeats(self._path), RunLock(self._path, arguments.pid)
+        self.heartbeats, self.lock = Heartbeats(self._path), processes.RunLock(self._path, arguments.pid)
         self.failure: Failure | None = None
         self.taken_over, self._held_a_run = "", False
 
@@ -292,9 +281,9 @@ class MonitorProcess:
     def __init__(self, arguments: MonitorArguments) -> None:
         self._arguments = arguments
         self._beat = Beat.shared(arguments.beat)
-        self._standstill = Standstill(self._beat)
-        self._rank = RankProcess(arguments.pid, self._beat, arguments.stacks)
-        self._starters = [Process(*starter) for starter in arguments.starters]
+        self._standstill = processes.Standstill(self._beat)
+        self._rank = processes.RankProcess(arguments.pid, self._beat, arguments.stacks)
+        self._starters = [processes.Process(*starter) for starter in arguments.starters]
         self._folder = SharedFolder(arguments, self._beat)
         self._terminal = Disk()  # the output may be a file on a disk that does not answer
 
@@ -326,7 +315,7 @@ class MonitorProcess:
         self._starters = []
         self._beat.request_stop("the end of the launcher")
         if self._beat.phase == "start":
-            send_signal(self._rank.pid, signal.SIGTERM)
+            processes.send_signal(self._rank.pid, signal.SIGTERM)
 
     def _follow(self, failure: Failure) -> None:
         """End the rank after the failure of another one, unless it ends in time by itself."""
@@ -387,7 +376,7 @@ class MonitorProcess:
         """Publish how the rank has ended; the monitor of rank 0 gives the run folder back."""
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
-            how = death_of(arguments.pid)
+            how = processes.death_of(arguments.pid)
             if beat.listed:
                 self._report("died", describe_death(f"rank {arguments.rank}", how, beat.step, beat.where))
             beat.end("error")

@@ -40,20 +40,8 @@ from dino_ds.method.ibot import build_ibot
 from dino_ds.method.koleo import build_koleo
 from dino_ds.method.networks import TeacherParts, TermParts, build_meta, optimizer_options
 from dino_ds.method.objective import Needs, Objective, Term
+from dino_ds.method.specs import ours
 from dino_ds.method.specs.base import OF_EVERY_RUN, TeacherSpec, TermSpec
-from dino_ds.method.specs.ours import (
-    CodingRateSpec,
-    DinoSpec,
-    EmaSpec,
-    FeatureSpec,
-    FrozenSpec,
-    GramSpec,
-    GramTeacherSpec,
-    IbotSpec,
-    KoLeoSpec,
-    PreserveSpec,
-    StartSpec,
-)
 from dino_ds.method.specs.own import own_terms, teachers_of, terms_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
@@ -205,19 +193,19 @@ def _check_feature(reads: str, feature: str, seen: list[CropGroup]) -> None:
 
 _Builder = TypeVar("_Builder")
 _TERMS: dict[type, Callable[[Any, TermParts], Term]] = {
-    DinoSpec: build_dino,
-    IbotSpec: build_ibot,
-    FeatureSpec: build_frozen.build_features,
-    CodingRateSpec: build_coding_rate,
-    KoLeoSpec: build_koleo,
-    GramSpec: build_gram,
-    PreserveSpec: preserve.build_preserve,
+    ours.DinoSpec: build_dino,
+    ours.IbotSpec: build_ibot,
+    ours.FeatureSpec: build_frozen.build_features,
+    ours.CodingRateSpec: build_coding_rate,
+    ours.KoLeoSpec: build_koleo,
+    ours.GramSpec: build_gram,
+    ours.PreserveSpec: preserve.build_preserve,
 }
 _TEACHERS: dict[type, Callable[[Any, TeacherParts], Teacher]] = {
-    EmaSpec: ema.build_teacher,
-    FrozenSpec: build_frozen.build_teacher,
-    GramTeacherSpec: gram.build_teacher,
-    StartSpec: preserve.build_teacher,
+    ours.EmaSpec: ema.build_teacher,
+    ours.FrozenSpec: build_frozen.build_teacher,
+    ours.GramTeacherSpec: gram.build_teacher,
+    ours.StartSpec: preserve.build_teacher,
 }
 
 

@@ -21,28 +21,12 @@ from torch import Tensor
 from dino_ds.basics.files import discard, hash_code, left_over, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER, did_you_mean, sidecar_of, step_name
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE, Manifest, write_tensors
+from dino_ds.config import stages
 from dino_ds.config.ds_schema import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values, flatten
-from dino_ds.config.stages import (
-    CONFIG_NAME,
-    ENVIRONMENT,
-    ORIGIN,
-    Origin,
-    changed_settings,
-    check_may_begin,
-    check_settings,
-    holds_run,
-    is_free,
-    learned,
-    load_run_recipe,
-    path_keys,
-    read_environment,
-    read_run_id,
-    started_in,
-)
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.data.sources import ImageSet
 from dino_ds.engine import distributed
@@ -64,7 +48,7 @@ def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
     known = {*_learned(recipe, config), IMAGES}
     allowed = {key.strip() for key in keys.split(",")}
     for key in sorted(allowed - known):
-        free = is_free(key) and key in flat_values(recipe)
+        free = stages.is_free(key) and key in flat_values(recipe)
         reason = "it may change freely, leave it out" if free else "it is not a key of the recipe"
         raise ConfigError(f"--allow_change {key}: {reason}.{'' if free else did_you_mean(key, known)}")
     return allowed
@@ -74,7 +58,7 @@ def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: s
     """The differences from a checkpoint's settings that change what is learned, in words by dotted name. Relative paths
     of the checkpoint start at the folder `began_in`."""
     before = flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
-    return changed_settings(before, _learned(recipe, config), began_in)
+    return stages.changed_settings(before, _learned(recipe, config), began_in)
 
 
 def check_changed(changed: dict[str, str], saved: Manifest, allowed: Collection[str]) -> None:
@@ -84,7 +68,7 @@ def check_changed(changed: dict[str, str], saved: Manifest, allowed: Collection[
             f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
             "it back, or start a new run from these weights with --model.init_from"
         )
-    check_settings(changed, f"step {saved.step}", allowed)
+    stages.check_settings(changed, f"step {saved.step}", allowed)
 
 
 def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> list[str]:
@@ -117,7 +101,7 @@ def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
 
 def _learned(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
     """All settings that change what is learned, by dotted name."""
-    return learned(recipe.model_dump(mode="json")) | {"gradient_clipping": config.clipping}
+    return stages.learned(recipe.model_dump(mode="json")) | {"gradient_clipping": config.clipping}
 
 
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
@@ -204,7 +188,7 @@ def check_same_start(run_dir: Path, recipe: Recipe, ds: Mapping[str, Any]) -> No
     Paths may differ, as those of a disk may by machine; images are compared by content later.
     """
     mine: dict[str, Any] = {**versions(), "the code of dino_ds": hash_code(), "the run folder's name": run_dir.name}
-    mine |= {key: value for key, value in flat_values(recipe).items() if key not in path_keys()}
+    mine |= {key: value for key, value in flat_values(recipe).items() if key not in stages.path_keys()}
     mine |= {f"ds.{key}": value for key, value in flatten(dict(ds)).items()}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
     starts = distributed.gather_objects((socket.gethostname(), digest))
@@ -298,16 +282,16 @@ class RunFolder:
         self, path: Path, recipe: Recipe, config: DsConfig, resume: Resume, allow_change: str | None = None
     ) -> None:
         self.path, self.recipe, self.config = path, recipe, config
-        check_may_begin(path, resume)
+        stages.check_may_begin(path, resume)
         if resume is False and allow_change is not None:
             raise ConfigError(f"--allow_change {allow_change} acts only with --resume: there is nothing to change yet")
-        self.resume = holds_run(path) and resume is not False
+        self.resume = stages.holds_run(path) and resume is not False
         self.wanted_step = None if isinstance(resume, (bool, str)) else resume
         self.may_start_anew = resume in (False, "auto")
-        self.run_id = read_run_id(path) if self.resume else None
-        self.origin = Origin.read(path) if self.resume else None
-        self.began_in = started_in(path) if self.resume else None
-        self.config_name = read_environment(path, CONFIG_NAME) if self.resume else None
+        self.run_id = stages.read_run_id(path) if self.resume else None
+        self.origin = stages.Origin.read(path) if self.resume else None
+        self.began_in = stages.started_in(path) if self.resume else None
+        self.config_name = stages.read_environment(path, stages.CONFIG_NAME) if self.resume else None
         self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
         check_place(path)
 
@@ -361,7 +345,7 @@ class RunFolder:
 _FILES = (
     "config.yaml",
     "ds_config.json",
-    ENVIRONMENT,
+    stages.ENVIRONMENT,
     "metrics.jsonl",
     "log.txt",
     "events.jsonl",
@@ -403,13 +387,13 @@ def write_description(folder: RunFolder) -> None:
     path, origin = folder.path, folder.origin
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            about: dict[str, Any] = {"run_id": str(folder.run_id), CONFIG_NAME: folder.config_name}
-            about |= {**({ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
+            about: dict[str, Any] = {"run_id": str(folder.run_id), stages.CONFIG_NAME: folder.config_name}
+            about |= {**({stages.ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
             for left in (left for name in _FILES for left in left_over(path / name)):
                 discard(left)
             try:
                 replace_file(path / "ds_config.json", json.dumps(folder.config.raw, indent=2) + "\n")
-                replace_file(path / ENVIRONMENT, json.dumps(about, indent=2) + "\n")
+                replace_file(path / stages.ENVIRONMENT, json.dumps(about, indent=2) + "\n")
                 replace_file(path / "config.yaml", dump_recipe(folder.recipe))  # last: it marks the folder as a run
             except OSError as error:
                 raise unwritable(f"run folder {path}", error) from None

@@ -23,31 +23,8 @@ from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.models.trained import adapters_in, merged
+from dino_ds.weights import layouts, sidecar
 from dino_ds.weights.foreign import other_network
-from dino_ds.weights.layouts import (
-    Weights,
-    checked,
-    few,
-    from_dinov3,
-    from_huggingface,
-    has_rope,
-    is_dinov3,
-    is_huggingface,
-    split_local_norm,
-    split_network,
-)
-from dino_ds.weights.sidecar import (
-    PROCESSOR,
-    about_checkpoint,
-    open_checkpoint,
-    processor_statistics,
-    read_facts,
-    read_json,
-    read_sidecar,
-    recipe_of,
-    timm_side,
-    timm_statistics,
-)
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
@@ -55,7 +32,7 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and the facts in the JSON next to it."""
 
 
-def read_weights(path: Path, asked: ForeignSpec | None = None) -> Weights:
+def read_weights(path: Path, asked: ForeignSpec | None = None) -> layouts.Weights:
     """Read a file or a Hugging Face folder; of a checkpoint that holds teacher and student, the teacher.
 
     asked: the network that the user names. Pickles are read as data only (`weights_only`). Raises CheckpointError for
@@ -63,14 +40,16 @@ def read_weights(path: Path, asked: ForeignSpec | None = None) -> Weights:
     """
     tensors, about = _read_folder(path) if path.is_dir() else read_file(path)
     if path.is_dir():
-        about = read_json(path / "config.json")
-    if not is_huggingface(tensors):
+        about = sidecar.read_json(path / "config.json")
+    if not layouts.is_huggingface(tensors):
         return network_weights(path, tensors, about, asked)
     with naming(path):
         _check_huggingface(about)
-        stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
-        weights = from_huggingface(tensors)
-        backbone = checked(weights.backbone)
+        stated, said = sidecar.processor_statistics(
+            sidecar.read_json(path / sidecar.PROCESSOR) if path.is_dir() else {}
+        )
+        weights = layouts.from_huggingface(tensors)
+        backbone = layouts.checked(weights.backbone)
         weights = replace(weights, backbone=backbone, about=about | stated, notes=[*weights.notes, *said])
     weights.check_numbers(path)
     return weights
@@ -78,7 +57,7 @@ def read_weights(path: Path, asked: ForeignSpec | None = None) -> Weights:
 
 def network_weights(
     path: Path, tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None
-) -> Weights:
+) -> layouts.Weights:
     """The network among the `tensors` of `path`, which `about` describes; `asked` as in `read_weights`. Raises
     CheckpointError."""
     with naming(path):
@@ -87,7 +66,7 @@ def network_weights(
     return weights
 
 
-def _of_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None) -> Weights:
+def _of_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None) -> layouts.Weights:
     """The weights of a ViT, else of another network. Raises CheckpointError that says why they are not a ViT's."""
     is_said_to_be_other = asked is not None or "backbone" in about
     other = other_network(tensors, about, asked) if is_said_to_be_other else None
@@ -97,22 +76,22 @@ def _of_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: Foreig
         except CheckpointError:
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
-                raise CheckpointError(f"it is {known}: its tensors are {few(sorted(tensors))}") from None
+                raise CheckpointError(f"it is {known}: its tensors are {layouts.few(sorted(tensors))}") from None
             other = None if is_said_to_be_other else other_network(tensors, about, asked)
             if other is None:
                 raise
     return other
 
 
-def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
-    network = split_network(tensors)
+def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> layouts.Weights:
+    network = layouts.split_network(tensors)
     kind, backbone, notes = network.kind, network.backbone, network.notes
-    if is_dinov3(backbone):
-        kind, (backbone, facts, more) = "dinov3", from_dinov3(backbone)
+    if layouts.is_dinov3(backbone):
+        kind, (backbone, facts, more) = "dinov3", layouts.from_dinov3(backbone)
         about, notes = about | facts, [*notes, *more]
-    backbone, local_norm = split_local_norm(checked(backbone))
+    backbone, local_norm = layouts.split_local_norm(layouts.checked(backbone))
     if isinstance(about.get("architecture"), str):
-        if has_rope(backbone) and about["architecture"] not in VITS:
+        if layouts.has_rope(backbone) and about["architecture"] not in VITS:
             raise CheckpointError(f"config.json: its rotary positions are those of timm's {about['architecture']}")
         kind, about = "timm", _from_timm_config(about)
     elif "architecture" in about:
@@ -130,7 +109,7 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
     about = {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
     about |= {key: config[key] for key in ("value_range",) if key in config}
-    return about | _rope_of_timm_config(config) | timm_statistics(config.get("pretrained_cfg"))
+    return about | _rope_of_timm_config(config) | sidecar.timm_statistics(config.get("pretrained_cfg"))
 
 
 def _rope_of_timm_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +119,7 @@ def _rope_of_timm_config(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     arguments = config["model_args"] if isinstance(config.get("model_args"), dict) else {}
     facts = {
-        "image_size": timm_side(config, arguments),
+        "image_size": sidecar.timm_side(config, arguments),
         "rope_theta": arguments.get("rope_temperature"),
         "layer_norm_eps": known.norm_eps,
     }
@@ -156,7 +135,7 @@ def _read_folder(folder: Path) -> Content:
         )
     if file.suffix != ".json":
         return read_file(file)
-    parts = read_json(file).get("weight_map")
+    parts = sidecar.read_json(file).get("weight_map")
     named = [*parts.values()] if isinstance(parts, dict) else []
     if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
         raise CheckpointError(f"{file} names no files of weights beside it")
@@ -172,7 +151,7 @@ def read_file(path: Path) -> Content:
         verified = path.stat()
         if placeholder := find_placeholder(str(path)):
             raise CheckpointError(f"{path} is {placeholder}")
-        facts = read_sidecar(path)
+        facts = sidecar.read_sidecar(path)
         tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
         if path.is_file() and os.path.samestat(path.stat(), verified):
             return tensors, facts
@@ -239,7 +218,7 @@ def _check_huggingface(config: dict[str, Any]) -> None:
         raise CheckpointError(f"its MLP has {activation}, and dino_ds's has {wanted}")
 
 
-def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
+def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> layouts.Weights:
     """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
     may be downloaded.
 
@@ -286,19 +265,19 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (is_named_so or has_manifest)
 
 
-def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
+def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> layouts.Weights:
     """The teacher of one checkpoint with its heads, described as in teacher.json."""
-    saved = open_checkpoint(folder, WHOLE)
+    saved = sidecar.open_checkpoint(folder, WHOLE)
     with naming(folder):
         parts = network_parts(saved)
         backbone = parts.pop("backbone")
-        facts = about_checkpoint(saved.manifest)
+        facts = sidecar.about_checkpoint(saved.manifest)
     weights = replace(network_weights(folder, backbone, facts, asked), heads=parts)
     weights.check_numbers(folder)
     return weights
 
 
-def _with_checkpoint(run: Path, weights: Weights) -> Weights:
+def _with_checkpoint(run: Path, weights: layouts.Weights) -> layouts.Weights:
     """`weights` with the teacher's heads and mask token from their checkpoint, or with a note that it was removed.
 
     Raises CheckpointError where that checkpoint is damaged.
@@ -310,7 +289,7 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
         note = f"its head is not available ({folder.relative_to(run)} is not there)"
         return replace(weights, notes=[*weights.notes, note])
     try:
-        saved = teacher_weights(open_checkpoint(folder, WHOLE))
+        saved = teacher_weights(sidecar.open_checkpoint(folder, WHOLE))
         whole = replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
         whole.check_numbers(folder)
     except CheckpointError as error:
@@ -324,7 +303,7 @@ def checkpoint_of(run: Path) -> Path | None:
 
     Raises CheckpointError for a damaged teacher.json.
     """
-    folder = _checkpoint_folder(run, read_facts(run / "teacher.json").get("step"))
+    folder = _checkpoint_folder(run, sidecar.read_facts(run / "teacher.json").get("step"))
     return folder if folder is not None and folder.is_dir() else None
 
 
@@ -332,12 +311,12 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
     return run / "checkpoints" / step_name(step) if isinstance(step, int) and 0 <= step < 10**12 else None
 
 
-def teacher_weights(saved: SavedCheckpoint) -> Weights:
+def teacher_weights(saved: SavedCheckpoint) -> layouts.Weights:
     """The weights of the EMA teacher of a verified checkpoint, with its heads."""
     parts = network_parts(saved)
-    backbone, local = split_local_norm(parts.pop("backbone"))
+    backbone, local = layouts.split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)
-    return Weights("dino_ds", backbone, parts, mask_token=mask_token, local_norm=local)
+    return layouts.Weights("dino_ds", backbone, parts, mask_token=mask_token, local_norm=local)
 
 
 def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
@@ -350,7 +329,7 @@ def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
         if owner == "teacher":
             parts.setdefault(part, {})[inside] = tensor
     if adapters_in(parts["backbone"]):
-        parts["backbone"] = merged(parts["backbone"], recipe_of(saved.manifest).model.lora_alpha)
+        parts["backbone"] = merged(parts["backbone"], sidecar.recipe_of(saved.manifest).model.lora_alpha)
     return parts
 
 
@@ -366,7 +345,7 @@ def is_timm_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))
 
 
-def _from_timm(name: str) -> Weights:
+def _from_timm(name: str) -> layouts.Weights:
     import timm
 
     base = name.partition(".")[0]
@@ -379,16 +358,18 @@ def _from_timm(name: str) -> Weights:
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
-    about: dict[str, Any] = {"timm_name": base, **timm_statistics(config)}
+    about: dict[str, Any] = {"timm_name": base, **sidecar.timm_statistics(config)}
     try:
-        network = split_network(tensors)
-        backbone = checked(network.backbone)
-        if has_rope(backbone) and base not in VITS:
+        network = layouts.split_network(tensors)
+        backbone = layouts.checked(network.backbone)
+        if layouts.has_rope(backbone) and base not in VITS:
             raise CheckpointError("its rotary positions are another kind")
     except CheckpointError as error:
         if base in BACKBONES:
             raise CheckpointError(f"timm's {name}: {error}") from None
-        return Weights("timm", tensors, about=about, spec=ForeignSpec(base), image_size=config["input_size"][-1])
+        return layouts.Weights(
+            "timm", tensors, about=about, spec=ForeignSpec(base), image_size=config["input_size"][-1]
+        )
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
     about |= {"num_attention_heads": heads, "layer_norm_eps": eps, "image_size": config["input_size"][-1]}
-    return Weights("timm", backbone, about=about, notes=network.notes)
+    return layouts.Weights("timm", backbone, about=about, notes=network.notes)
