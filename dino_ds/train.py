@@ -105,7 +105,6 @@ def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -
 
 
 def _train(recipe: Recipe, request: _Request) -> None:
-    """Train a run from its current step to its end."""
     from dino_ds.planning.start import choose_ds_config
 
     with guarded(request.path, recipe.hang_seconds, request.caller) as guards:

@@ -134,7 +134,6 @@ def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:
 
 
 def teacher_sizes(groups: Iterable[CropGroup], teacher: str = EMA) -> list[int]:
-    """The size of every crop that a teacher sees."""
     return crop_sizes(group for group in groups if teacher in group.teachers)
 
 
@@ -144,7 +143,6 @@ def describe_crops(groups: Iterable[CropGroup]) -> str:
 
 
 def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
-    """The crops of a batch in one list, group after group."""
     return [crop for group in crops.values() for crop in group]
 
 

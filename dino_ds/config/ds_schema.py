@@ -202,8 +202,6 @@ class Trackio(Section):
 
 
 class DsJson(Section):
-    """A ds JSON."""
-
     train_batch_size: _From1 | _Auto = option(None, "must equal the recipe's data.global_batch if given")
     train_micro_batch_size_per_gpu: _From1 | _Auto = option(None, "images per rank; auto = from data.global_batch")
     gradient_accumulation_steps: _From1 | _Auto = option(None, "micro-batches of a step; auto = from the others")
@@ -243,7 +241,6 @@ PASSED = (
 
 
 def key_names() -> list[str]:
-    """The dotted names of every allowed key and section."""
     return [*KEYS, *SECTIONS[1:], *PASSED]
 
 

@@ -194,7 +194,6 @@ class _Settings:
         self.values.update({name: (value, origin) for name, value in values.items()})
 
     def allow_code(self) -> None:
-        """Allow the import of the code that the settings name."""
         allow_code(self.values[key][0] for key in CODE_KEYS if key in self.values)
 
     def leave_out_idle(self, error: ValidationError) -> bool:

@@ -316,7 +316,6 @@ class ModelFolder(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder is a run's."""
         return (self.folder / "config.yaml").is_file()
 
     def place(self, start: str, ending: str = "") -> Path:
@@ -334,7 +333,6 @@ def find_model_folder(model: str) -> ModelFolder:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether a run was begun in this folder."""
     return (run_dir / "config.yaml").exists() or holds_checkpoint(run_dir)
 
 

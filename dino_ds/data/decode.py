@@ -105,7 +105,6 @@ def is_left_out(name: bytes) -> bool:
 
 
 def note_left_out(files: Iterable[bytes]) -> list[str]:
-    """A note on left-out files, if there are any."""
     if not (names := sorted(files)):
         return []
     return [

@@ -104,8 +104,6 @@ class ListFile(ListedFiles):
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder of the tree, as it was read."""
-
     path: bytes
     time: int
     """Its modification time; -1 = it would not show later changes."""

@@ -89,7 +89,6 @@ class DevicePrefetcher:
         return notes
 
     def close(self) -> None:
-        """Stop the loader's processes."""
         self._next = None
         self._loader.close()
 
@@ -170,7 +169,6 @@ class ResumableSampler(Sampler[BatchKeys]):
         return (batches + 1) % (self._options.global_batch // self._chunk), resolution
 
     def _order(self, epoch: int) -> Tensor:
-        """The images of an epoch in their order, the same on all ranks."""
         if self._draws is not None:
             return self._draws.epoch(self._options.seed, epoch, self._per_epoch)
         return _permutation(self._images, self._options.seed, epoch)

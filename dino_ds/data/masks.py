@@ -61,7 +61,6 @@ class Draws:
 
     @property
     def digest(self) -> str:
-        """A hash of the group of each image."""
         return hashlib.blake2b(np.ascontiguousarray(self._groups).tobytes(), digest_size=16).hexdigest()
 
     def counts(self, length: int) -> np.ndarray:

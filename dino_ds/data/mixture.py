@@ -222,7 +222,6 @@ class Mixture(EncodedImages, Joined):
         return part, index - self.first_of(part)
 
     def first_of(self, part: int) -> int:
-        """Index of the first image of a part."""
         return self.ends[part - 1] if part else 0
 
     def another(self, index: int, number: int) -> int:

@@ -300,7 +300,6 @@ class Sample:
 
     @property
     def deep(self) -> list[ImageValues]:
-        """The values of images deeper than 8 bits."""
         return [image for image in self.values if image.type != "uint8"]
 
     @property

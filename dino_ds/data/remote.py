@@ -89,7 +89,6 @@ class RemoteCache:
             raise ConfigError(f"{what}: set DINO_DS_CACHE to a folder with room") from None
 
     def get(self, piece: FilePiece) -> bytes | None:
-        """A piece as it was put, or None."""
         with suppress(OSError, struct.error):
             file = _opened(self._path(piece))
             length, checksum = _MARK.unpack(os.pread(file.fileno(), _MARK.size, _mark_place(piece)))

@@ -264,7 +264,6 @@ def _open_all(paths: list[str], root: str, part: str | None = None, **options: f
 
 
 def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
-    """Error text for a file from which images can't be read."""
     name = printable(path)
     if is_image_file(*os.path.split(path)):
         folder = printable(os.path.dirname(path)) or "."

@@ -226,7 +226,6 @@ class _Classes:
         """Numbers of the different classes.txt, () for none; and the number of each folder's."""
 
     def add(self, folder: str, texts: list[bytes | None]) -> None:
-        """Add the class of each image of a shard."""
         if folder not in self._list_of and any(text is not None for text in texts):
             names, notes = _names_in(folder)
             self._list_of[folder] = self._lists.setdefault(names, len(self._lists))

@@ -62,7 +62,6 @@ def hidden_bar(wanted: bool = True) -> bool | None:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 

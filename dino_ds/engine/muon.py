@@ -61,7 +61,6 @@ def take_onednn() -> torch.library.Library:
 
 @contextmanager
 def products_of_torch() -> Iterator[None]:
-    """Leave products to torch's own choice for a while."""
     global _by_onednn
     before, _by_onednn = _by_onednn, False
     try:

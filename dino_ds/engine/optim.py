@@ -152,7 +152,6 @@ def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squared elements, a scalar in FP64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()

@@ -139,7 +139,6 @@ class Schedules:
 
     @property
     def moving_weights(self) -> list[str]:
-        """The names of the weights that change during the run."""
         return [name for name, weight in self.weights.items() if weight.moves]
 
     def _lr(self, step: int) -> float:

@@ -58,7 +58,6 @@ class OptimizerShard:
     pieces: list[Piece]
 
     def reset(self) -> None:
-        """Set moments and step count to 0."""
         for tensor in self.state.values():
             tensor.zero_()
 

@@ -157,7 +157,6 @@ class EvalContext:
 
     @cached_property
     def train(self) -> Labeled:
-        """Features of the training images in use."""
         return self.compute(self.backbone.features, self.train_source, self.train_indices, self.crop)
 
     @cached_property

@@ -147,7 +147,6 @@ def _blurred(images: Tensor, side: int) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Rows whose products are their correlation."""
     return F.normalize(rows - rows.mean(dim=-1, keepdim=True), dim=-1)
 
 

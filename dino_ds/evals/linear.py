@@ -93,7 +93,6 @@ def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mine(rows: Tensor) -> Tensor:
-    """This rank's share of the rows."""
     return rows[distributed.rank() :: distributed.world_size()]
 
 

@@ -105,7 +105,6 @@ def _shared(train: Source, test: Source, looked_at: Sequence[int]) -> list[int]:
 
 
 def _name(source: Source, index: int) -> tuple[str, ...]:
-    """The folder and the name of an image's file."""
     name: str = getattr(source, "member", source.name)(index)
     return tuple(name.split("/")[-2:])
 

@@ -52,8 +52,6 @@ class Segmenter(nn.Module):
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
-    """Images and their masks."""
-
     def __init__(self, folder: str, classes: int, transform: Any) -> None:
         images = sorted(path for path in Path(folder, "images").glob("[!.]*") if is_readable(path))
         self.pairs = [(path, Path(folder, "masks", f"{path.stem}.png")) for path in images]

@@ -60,7 +60,6 @@ def find_process(pid: int) -> Process:
 
 
 def send_signal(pid: int, *signals: int) -> None:
-    """Send signals to a process, if there is one."""
     for number in signals:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

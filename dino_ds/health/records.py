@@ -108,7 +108,6 @@ class Heartbeats:
         self.disk.run(write, None)
 
     def read(self) -> list[Heartbeat]:
-        """Every rank's last heartbeat, in rank order."""
         return self.disk.run(self._read, [])
 
     def _read(self) -> list[Heartbeat]:

@@ -368,7 +368,6 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
 
 
 def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int, start: int = 0) -> WeightSchedule:
-    """A ramp in optimizer steps, 0 before the step `start`."""
     if ramp.length is None or ramp.end is None:
         return WeightSchedule(ramp.start, ramp.start, 1, start, start)
     begin = ramp.length.begin

@@ -60,7 +60,6 @@ class CodingRateTerm(Term):
 
 
 def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:
-    """The term that a spec describes."""
     return CodingRateTerm(spec, parts.taught_crops)
 
 

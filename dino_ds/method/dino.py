@@ -268,7 +268,6 @@ class DinoTerm(Term):
 
 
 def build_dino(spec: DinoSpec, parts: TermParts) -> DinoTerm:
-    """The term that a spec describes, with new running statistics."""
     prototypes = spec.head[1].prototypes
     center = build_centering(spec.centering, prototypes, parts.device)
     return DinoTerm(prototypes, spec.student_temp, center, parts.taught_crops, spec.teacher, spec.weighs_local)

@@ -78,7 +78,6 @@ class GramTerm(Term):
 
 
 def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
-    """The term that a spec describes."""
     groups = (group.name for group in parts.recipe.groups if GRAM in group.teachers)
     return GramTerm(spec.teacher, next(groups, GLOBAL))
 
@@ -164,7 +163,6 @@ class FixedGramTeacher(FixedTeacher):
 
 
 def _tensors(network: Network) -> dict[str, Tensor]:
-    """The tensors of the backbone by name, without gradients."""
     backbone = network.backbone
     return {name: tensor.detach() for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())}
 

@@ -76,7 +76,6 @@ class IbotTerm(Term):
 
 
 def build_ibot(spec: IbotSpec, parts: TermParts) -> IbotTerm:
-    """The term that a spec describes, with new running statistics."""
     name, head = spec.head
     center = build_centering(spec.centering, head.prototypes, parts.device)
     return IbotTerm(head.prototypes, spec.student_temp, center, name, spec.teacher)

@@ -50,7 +50,6 @@ class KoLeoTerm(Term):
 
 
 def build_koleo(spec: KoLeoSpec, parts: TermParts) -> KoLeoTerm:
-    """The term that a spec describes."""
     return KoLeoTerm(parts.taught_crops, spec.ranks == "all")
 
 

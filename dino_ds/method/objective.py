@@ -283,7 +283,6 @@ class Objective:
 
     @property
     def entropies(self) -> list[Entropy]:
-        """The entropies of all terms."""
         entropies = []
         for name, term in self.terms.items():
             own_loss = next(iter(self._own(name)), "loss")

@@ -52,8 +52,6 @@ def _distance(features: object, wanted: Tensor | None) -> Tensor:
 
 
 class StartTeacher(FixedTeacher):
-    """The frozen teacher with the weights of model.init_from."""
-
     term, key = PRESERVE, "model.init_from"
 
 

@@ -112,11 +112,9 @@ class Teachers:
         return self._teachers[name]
 
     def items(self) -> Iterable[tuple[str, Teacher]]:
-        """All teachers with their names."""
         return self._teachers.items()
 
     def get(self, name: str) -> Teacher | None:
-        """The teacher of this name, or None in a run without it."""
         return self._teachers.get(name)
 
     def update(self, schedule: ScheduleValues) -> None:

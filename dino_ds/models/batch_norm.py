@@ -216,7 +216,6 @@ def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
 
 
 def batch_norms(network: nn.Module) -> list[BatchNorm]:
-    """The BatchNorm layers of a network, in order."""
     return [module for module in network.modules() if isinstance(module, BatchNorm)]
 
 

@@ -190,7 +190,6 @@ class Block(nn.Module):
         return _add(self.ls1, x, branch, drop)
 
     def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        """x plus the branch of the MLP."""
         return _add(self.ls2, x, branch, drop)
 
 

@@ -69,7 +69,6 @@ class Network(nn.Module):
         self._backbone_frozen = False
 
     def heads(self) -> dict[str, nn.Module]:
-        """The heads by name."""
         return {name: getattr(self, name) for name in self.head_names}
 
     def forward(

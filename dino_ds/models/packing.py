@@ -79,7 +79,6 @@ class Packing:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return max(tokens for _, tokens in self.groups)
 
     def sequence_of_token(self) -> Tensor:

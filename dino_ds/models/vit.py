@@ -237,7 +237,6 @@ class VisionTransformer(Backbone):
         return torch.cat((self.pos_embed[:, :special], patches.to(self.pos_embed.dtype)), dim=1)
 
     def _matrix(self, size: int) -> Tensor:
-        """The bicubic matrix for `size` patches a side."""
         key = (size, self.options.pos_embed_interpolation, self.cls_token.device)
         return self._made.of(key, lambda: bicubic_matrix(self.grid, *key))
 

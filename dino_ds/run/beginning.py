@@ -30,7 +30,6 @@ from dino_ds.weights.sidecar import recipe_of
 def loop_options(
     recipe: Recipe, source: Source, epoch_steps: int, last_step: int, predicted_gib: float | None
 ) -> LoopOptions:
-    """The plain values that the training loop needs."""
     batch, every = recipe.data.global_batch, recipe.save_every
     parts = source.joined if isinstance(source, Joined) else ()
     ends = itertools.accumulate(len(part) for _, part in parts)

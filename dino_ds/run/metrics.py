@@ -38,7 +38,6 @@ class Meter:
         self._sums = torch.zeros(len(names) + 1, device=device)
 
     def add(self, *values: Tensor) -> None:
-        """Add a micro-batch's scalars (), one for each name."""
         self._sums += torch.stack([*values, torch.ones_like(values[0])])
 
     def read(self) -> dict[str, float]:
@@ -73,7 +72,6 @@ class Clock:
         self._paused += time.perf_counter() - begin
 
     def step(self) -> None:
-        """Count an applied optimizer step."""
         self._steps += 1
 
     def read(self) -> dict[str, float]:

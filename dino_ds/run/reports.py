@@ -143,7 +143,6 @@ class ImageReports:
         self._notes: list[str] = []
 
     def loaded(self, unreadable: list[str], notes: list[str]) -> None:
-        """Collect what came with a micro-batch of this rank."""
         self._unreadable.update(unreadable)
         self._notes += notes
 
@@ -177,7 +176,6 @@ class BadSteps:
         self._in_a_row = 0
 
     def reset(self) -> None:
-        """Begin the count anew, after a step that was applied."""
         self._in_a_row = 0
 
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:

@@ -119,8 +119,6 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run."""
-
     path: Path
     options: LoopOptions
     step: TrainingStep

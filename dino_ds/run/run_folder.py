@@ -100,7 +100,6 @@ def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
 
 
 def _learned(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
-    """All settings that change what is learned, by dotted name."""
     return stages.learned(recipe.model_dump(mode="json")) | {"gradient_clipping": config.clipping}
 
 

@@ -147,7 +147,6 @@ class Caller:
         self._stop: CallersStopRequests | None = None
 
     def stop_requests(self, beat: Beat) -> CallersStopRequests:
-        """Create the stop requests of a run that begins."""
         self._stop = CallersStopRequests(beat)
         return self._stop
 

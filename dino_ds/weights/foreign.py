@@ -213,7 +213,6 @@ def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:
 
 
 def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors without those of a classifier, and notes on it."""
     shapes, classifiers = shapes_of(spec)
     dropped = [name for name in tensors if name not in shapes and name.startswith(classifiers)]
     notes = [f"its classifier is left out: {', '.join(sorted(dropped))}"] if dropped else []

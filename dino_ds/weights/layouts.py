@@ -96,7 +96,6 @@ def check_numbers(path: Path, *groups: Mapping[str, Tensor]) -> None:
 
 
 def unused(names: list[str]) -> list[str]:
-    """Notes on tensors that are left out."""
     return [f"{len(names)} tensors not used ({few(sorted(names))})"] if names else []
 
 

@@ -313,7 +313,6 @@ class Backbone(nn.Module):
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
 
     def forward(self, images: Tensor) -> Tensor:
-        """The same as `features`."""
         return self.features(images)
 
     @torch.no_grad()

@@ -154,7 +154,6 @@ def _traits(arch: ViTSpec) -> dict[str, object]:
 
 
 def not_built(arch: ViTSpec) -> str:
-    """A line for an architecture that no recipe describes."""
     return f"dino_ds builds no network with {', '.join(f'{name} {value}' for name, value in _traits(arch).items())}"
 
 
@@ -323,7 +322,6 @@ class InitialWeights:
 
 
 def channels_of(weights: Weights) -> int:
-    """The number of channels of the images that `weights` are for."""
     return weights.backbone[_PATCHES].shape[1] if weights.spec is None else weights.spec.in_chans
 
 

@@ -94,7 +94,6 @@ class TermSpec:
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
-        """Build one of our terms, with its weight in the recipe."""
         values, names = dict(recipe.objective), [field.name for field in fields(cls) if field.name != "weight"]
         options = {field: values[f"{name}_{field}"] for field in names if f"{name}_{field}" in values}
         return cls(name=name, weight=weight, **options)

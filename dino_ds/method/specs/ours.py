@@ -299,8 +299,6 @@ def regresses_features(recipe: RecipeSections) -> bool:
 
 @dataclass(frozen=True)
 class FrozenSpec(TeacherSpec):
-    """The teacher of a file, which is never trained."""
-
     @property
     def of_file(self) -> bool:
         return True
