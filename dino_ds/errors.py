@@ -131,12 +131,8 @@ def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:
     What a message quotes comes from files and may hold anything.
     """
     lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in message.splitlines()]
-    lines = [line if len(line) <= _MOST_CHARACTERS else _shortened(line) for line in lines]
+    half = _MOST_CHARACTERS // 2
+    lines = [line if len(line) <= 2 * half else f"{line[:half]} ... {line[-half:]}" for line in lines]
     if all_of_them or len(lines) <= _MOST_LINES:
         return lines
     return [*lines[: _MOST_LINES - 1], f"and {len(lines) - _MOST_LINES + 1} problems more; --debug shows all"]
-
-
-def _shortened(line: str) -> str:
-    half = _MOST_CHARACTERS // 2
-    return f"{line[:half]} ... {line[-half:]}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 _devices: list[str] = []
 _making_once: list[None] = []
@@ -58,6 +58,7 @@ AUGMENTATION = "augmentation"
 READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"
 """Ranges of the loading of images, in order, before the augmentation: within "data" where they run in this process."""
 
+_T = TypeVar("_T")
 Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []
 _observers: list[Callable[[str], None]] = []
@@ -68,37 +69,38 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     """Mark the code inside as the part `name`."""
     for observer in _observers:
         observer(name)
-    return _entered_by_all(name) if _listeners else _NOTHING
+    return entered(_listeners, name) if _listeners else _NOTHING
 
 
 def loading_range(name: str) -> AbstractContextManager[Any]:
     """Mark the code inside for listeners alone: loader processes share the observers' memory with their run."""
-    return _entered_by_all(name) if _listeners else _NOTHING
+    return entered(_listeners, name) if _listeners else _NOTHING
 
 
-@contextmanager
-def listen(listener: Listener) -> Iterator[None]:
+def listen(listener: Listener) -> AbstractContextManager[None]:
     """Enter `listener(name)` around every named range that is reached inside."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
+    return added(_listeners, listener)
 
 
-@contextmanager
-def tell(observer: Callable[[str], None]) -> Iterator[None]:
+def tell(observer: Callable[[str], None]) -> AbstractContextManager[None]:
     """Call `observer(name)` at the beginning of every named range: cheaper than `listen`, so it may always be on."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
+    return added(_observers, observer)
 
 
 @contextmanager
-def _entered_by_all(name: str) -> Iterator[None]:
+def added(listeners: list[_T], listener: _T) -> Iterator[None]:
+    """A context in which `listener` is one of `listeners`."""
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+
+
+@contextmanager
+def entered(listeners: list[Callable[..., AbstractContextManager[Any]]], *values: Any) -> Iterator[None]:
+    """Enter the context `listener(*values)` of all listeners."""
     with ExitStack() as stack:
-        for listener in _listeners:
-            stack.enter_context(listener(name))
+        for listener in listeners:
+            stack.enter_context(listener(*values))
         yield

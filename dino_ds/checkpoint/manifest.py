@@ -121,10 +121,6 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def whole_file(rank: int) -> str:
-    return f"whole_{rank:05d}.safetensors"
-
-
 def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
     """The files that this rank writes: its own `tensors`, and its share of `whole`, which all ranks hold. Each tensor
     of `whole` is assigned to one rank, large ones first."""
@@ -136,7 +132,7 @@ def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor
         loads[to] += whole[name].numel()
         if to == rank:
             share[name] = whole[name]
-    return {rank_file(rank): dict(tensors), **({whole_file(rank): share} if share else {})}
+    return {rank_file(rank): dict(tensors), **({f"whole_{rank:05d}.safetensors": share} if share else {})}
 
 
 def bytes_of(files: Files) -> int:

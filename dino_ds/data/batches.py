@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -27,6 +27,7 @@ from dino_ds.basics.machine import shorten_socket_names
 from dino_ds.basics.own_code import is_own
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
 from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import Joined, Source, UnreadableImage, ValueRange, is_remote, prepare_images
@@ -35,10 +36,6 @@ from dino_ds.data.multicrop import AugmentationParams, CropParameters, MultiCrop
 from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.engine.distributed import local_world_size, usable_cores
 from dino_ds.errors import STOP_SIGNALS, DataError
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
-
 
 _SHARED_MEMORY = "/dev/shm"
 _REPORT_SECONDS = 5
@@ -70,6 +67,11 @@ def worker_options(workers: int | None) -> dict[str, Any]:
         # Otherwise the iterator's own seed is drawn from torch's global generator.
         "generator": torch.Generator().manual_seed(0),
     }
+
+
+def as_it_is(batch: Any) -> Any:
+    """The `collate_fn` of a loader whose dataset makes whole batches."""
+    return batch
 
 
 def check_shared_memory(batch_bytes: int, workers: int | None) -> None:

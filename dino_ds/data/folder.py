@@ -264,18 +264,15 @@ def _parse(path: str, text: bytes | None) -> Contents:
             continue
         names.add(name)
         labels.append(numbers.setdefault(label, len(numbers)) if label else -1)
-    classes = sorted(numbers, key=_natural)
+    classes = sorted(
+        numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+    )  # numbers by value
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
     notes = []
     if hidden:
         example = printable(os.fsdecode(hidden[0]))
         notes.append(f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot")
     return Contents({**names.arrays("names"), **arrays}, {"notes": notes, "elsewhere": elsewhere})
-
-
-def _natural(name: bytes) -> tuple[bool, int, bytes]:
-    """Sort key of classes: numbers by value, before texts."""
-    return (False, int(name), name) if name.isdigit() else (True, 0, name)
 
 
 def describe_missing(root: Path) -> str:

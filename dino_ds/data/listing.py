@@ -204,7 +204,7 @@ def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], bui
         if listing := _find_current(folder, stem, is_current):
             return listing
         contents = build()
-        for find_folder in (lambda: folder, _temporary_folder):
+        for find_folder in (lambda: folder, lambda: Path(_temporary().name)):
             try:
                 kept = find_folder()
                 listing = save_listing(kept / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
@@ -283,10 +283,6 @@ def _one_process_at_a_time(folder: Path, stem: str) -> Iterator[None]:
         except OSError:
             pass  # no cache, or a file system without locks: two processes may do the same work
         yield
-
-
-def _temporary_folder() -> Path:
-    return Path(_temporary().name)
 
 
 @cache

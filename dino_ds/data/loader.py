@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from dino_ds.data.batches import (
     LoaderBatch,
     LoaderOptions,
     MultiCropDataset,
+    as_it_is,
     augmented_crops,
     automatic_workers,
     handle_worker_crash,
@@ -169,9 +169,11 @@ class ResumableSampler(Sampler[BatchKeys]):
         return (batches + 1) % (self._options.global_batch // self._chunk), resolution
 
     def _order(self, epoch: int) -> Tensor:
+        """The images of an epoch in their order, (images,) int64, the same on all ranks."""
         if self._draws is not None:
             return self._draws.epoch(self._options.seed, epoch, self._per_epoch)
-        return _permutation(self._images, self._options.seed, epoch)
+        generator = torch.Generator().manual_seed(crop_seed(self._options.seed, epoch, -1) >> 1)  # -1: no such sample
+        return torch.randperm(self._images, generator=generator)
 
     def __iter__(self) -> Iterator[BatchKeys]:
         """Yield keys with `later` set: torch gives batch i to process i modulo their number; else only time is lost."""
@@ -217,7 +219,7 @@ class Loader:
 
     def _start(self) -> None:
         loader: DataLoader[LoaderBatch | DataError] = DataLoader(
-            self._dataset, batch_sampler=self._sampler, collate_fn=_as_it_is, **self._options
+            self._dataset, batch_sampler=self._sampler, collate_fn=as_it_is, **self._options
         )
         with main_module_left_out(unless_defines=self._source):
             self._batches: Iterator[LoaderBatch | DataError] | None = iter(loader)
@@ -299,13 +301,3 @@ def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -
         return 0
     drawn = (crop_seed(crop_seed(seed, epoch, -2), -1, step) >> 11) * 2.0**-53  # -2: no sample has this index
     return min(bisect.bisect_right(list(accumulate(shares)), drawn), len(shares) - 1)
-
-
-def _permutation(images: int, seed: int, epoch: int) -> Tensor:
-    """Order of the images of an epoch, (images,) int64, the same on all ranks."""
-    generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no sample has this index
-    return torch.randperm(images, generator=generator)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,10 +23,7 @@ from torch import Tensor
 
 from dino_ds.basics.files import crop_seed, mix
 from dino_ds.config.crops import CropGroup, Masks
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
-
+from dino_ds.config.recipe import Recipe
 
 _PASSES, _SHUFFLE = -3, -1
 """Reserved negative image indices that seed the order of a pass and of an epoch."""

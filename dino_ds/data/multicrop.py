@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,11 @@ from torch import Tensor
 from dino_ds.basics.files import crop_seed
 from dino_ds.basics.ranges import CROP, DECODE, loading_range
 from dino_ds.config.crops import AUGMENTATIONS, Augmentation, CropGroup, crop_sizes
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
-
 
 _FLAT = 16
 """Limit of a resized image's length in crop sides: a longer image is cut before it is resized, to save memory."""

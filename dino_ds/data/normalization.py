@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,6 @@ from dino_ds.data.images import (
 from dino_ds.data.scientific import note_stacks
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from dino_ds.config.recipe import Recipe
-
 
 _SIDE = 512
 """Approximate number of rows, and of columns, of pixels that are sampled for percentiles."""

@@ -226,13 +226,8 @@ def _s3_session() -> Any:
     return Session
 
 
-def _loop() -> Any:
-    """fsspec's, in a thread of its own; a forked process gets a new one."""
+def begin(work: Any) -> Any:
+    """A future of a coroutine's result, which runs meanwhile in fsspec's thread, after a fork in a new one."""
     import fsspec.asyn
 
-    return fsspec.asyn.get_loop()
-
-
-def begin(work: Any) -> Any:
-    """A future of the result of a coroutine, which runs meanwhile."""
-    return asyncio.run_coroutine_threadsafe(work, _loop())
+    return asyncio.run_coroutine_threadsafe(work, fsspec.asyn.get_loop())

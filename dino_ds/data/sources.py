@@ -30,7 +30,7 @@ from dino_ds.config.sections import DataSection
 from dino_ds.data.images import Joined, Source, evenly_spaced_indices, prepare_images
 from dino_ds.data.images import UnreadableImage as UnreadableImage  # classes of users import it from here
 from dino_ds.data.masks import draws_in
-from dino_ds.data.mixture import Mixture, draws_of
+from dino_ds.data.mixture import Mixture, PhotoPatches, TorchvisionImages, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
@@ -260,8 +260,6 @@ def build_source(
         return _build_own(source, root)
     check_photos(source, root)
     if source == "photos":
-        from dino_ds.data.mixture import PhotoPatches
-
         return PhotoPatches(split)
     if source not in SOURCES:
         near = did_you_mean(source, SOURCES)
@@ -273,8 +271,6 @@ def build_source(
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {content}")
     if source == "folder":
         return open_files(root, cache_gib)
-    from dino_ds.data.mixture import TorchvisionImages
-
     return TorchvisionImages(source, root, split, download)
 
 
@@ -385,10 +381,7 @@ class Part:
             return lambda: value()[self._indices]
         if name == "prepare":
             return lambda indices, seconds=None: value(self._indices[indices].tolist(), seconds)
-        return self._forwarded(value) if name in _FORWARDED else value
-
-    def _forwarded(self, method: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda index: method(int(self._indices[index]))
+        return (lambda index: value(int(self._indices[index]))) if name in _FORWARDED else value
 
 
 def training_images(data: DataSection, share: float) -> Source:

@@ -71,8 +71,6 @@ def fp16_supported() -> bool:
 
 def free_memory() -> str:
     """The free memory of this process's GPU and of the host, in words."""
-    import psutil
-
     host = psutil.virtual_memory()
     text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
     if not torch.cuda.is_available():
@@ -97,12 +95,6 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def set_convolutions(fastest: bool, tf32: bool) -> None:
-    """Set whether cuDNN times its kernels on each new size of a convolution and takes the fastest, and whether it may
-    compute FP32 convolutions in TF32, which is torch's default."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = fastest, tf32
-
-
 def memory_gib() -> float:
     """Peak memory of this process: a GPU's if it has one, else the peak resident set."""
     if torch.cuda.is_available():
@@ -120,8 +112,6 @@ def resident_mib(peak: bool = False) -> float:
         if line.startswith(wanted):
             return int(line.split()[1]) / 1024
     import resource
-
-    import psutil
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
     return largest if peak else psutil.Process().memory_info().rss / 2**20

@@ -148,12 +148,7 @@ class EvalContext:
     @cached_property
     def any_indices(self) -> list[int]:
         """The images of `any_source` in use, evenly spread; only labeled ones where it has labels."""
-        return images_in_use(self.any_source, self.test_limit)
-
-    @property
-    def test_limit(self) -> int | None:
-        """Most test images, or images without labels, that are used; None for all."""
-        return self.settings.test_images or self.settings.images
+        return images_in_use(self.any_source, self.settings.test_images or self.settings.images)
 
     @cached_property
     def train(self) -> Labeled:
@@ -232,7 +227,9 @@ class EvalContext:
             raise DataError("there are no test images: name labeled ones with --test_root DIR")
         for which, images in (("training", train), ("test", test)):
             if not _is_labeled(images):
-                raise _no_classes(f"the {which} images")
+                raise DataError(
+                    f"the {which} images have no classes: sort them into two or more class folders, or give labels"
+                )
         if missing := join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
             raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
         return train, test
@@ -268,7 +265,3 @@ def _labels_of(source: Source, indices: list[int]) -> np.ndarray:
 def _class_numbers(train: Source, test: Source) -> np.ndarray:
     """The training class of each test class by its name, and -1 as the last entry."""
     return join_classes((train.classes or [], test.classes or []))[1][1]
-
-
-def _no_classes(images: str) -> DataError:
-    return DataError(f"{images} have no classes: sort them into two or more class folders, or give labels")

@@ -24,7 +24,7 @@ from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import find_model_folder, holds_run, own_recipe
-from dino_ds.data.batches import main_module_left_out, stop_workers, worker_options
+from dino_ds.data.batches import started, worker_options
 from dino_ds.data.decode import MAX_PIXELS, load_image, open_image
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, evenly_spaced_indices, prepare_images
 from dino_ds.data.normalization import find_misfits, look_at_values
@@ -238,13 +238,9 @@ def load_batches(
     Closing the generator ends the loader's processes.
     """
     loader = DataLoader(images, collate_fn=collate, **batching, **worker_options(workers))
-    with main_module_left_out(unless_defines=source):
-        batches = iter(loader)
     hidden = distributed.hidden_bar(progress is not None)
-    try:
+    with started(loader, source) as batches:
         yield from tqdm(batches, progress, len(loader), leave=False, disable=hidden)
-    finally:
-        stop_workers(batches)
 
 
 def raw_pixels(images: Tensor) -> Tensor:

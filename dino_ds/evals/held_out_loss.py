@@ -20,8 +20,8 @@ from dino_ds.data.batches import (
     LoaderBatch,
     LoaderOptions,
     MultiCropDataset,
-    main_module_left_out,
-    stop_workers,
+    as_it_is,
+    started,
     worker_options,
 )
 from dino_ds.data.images import Source, evenly_spaced_indices
@@ -68,7 +68,8 @@ class HeldOutLoss:
         rounds = [self._parts[first : first + ranks] for first in range(0, len(self._parts), ranks)]
         # In the last round a rank without a part repeats another rank's: every rank must join each pass.
         my_parts = [parts[mine % len(parts)] for parts in rounds]
-        with keep_generators(moment.device), closing(self._kept(my_parts, moment)) as batches:
+        kept = self._memory.batches("held out", lambda: self._batches(my_parts, moment), _copied)
+        with keep_generators(moment.device), closing(kept) as batches:
             for number, (part, batch) in enumerate(zip(my_parts, batches, strict=True)):
                 error = batch if isinstance(batch, DataError) else None
                 answers = distributed.gather_objects((moment.stop_requested(), error))
@@ -110,28 +111,16 @@ class HeldOutLoss:
         means |= {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         return {f"val_{name}": value for name, value in means.items()}
 
-    def _kept(self, my_parts: list[list[int]], moment: StepContext) -> Generator[Any, None, None]:
-        return self._memory.batches("held out", lambda: self._batches(my_parts, moment), _copied)
-
     def _batches(self, my_parts: list[list[int]], moment: StepContext) -> Generator[Any, None, None]:
         """Yield a LoaderBatch for each list of images, or a DataError in its stead."""
         options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
         keys = [[(0, index) for index in part] for part in my_parts]
         dataset = MultiCropDataset(self._source, MultiCrop.of(self._recipe), options)
         loader: Any = DataLoader(
-            dataset, batch_sampler=keys, collate_fn=_as_it_is, **worker_options(self._recipe.data.workers)
+            dataset, batch_sampler=keys, collate_fn=as_it_is, **worker_options(self._recipe.data.workers)
         )
-        with main_module_left_out(unless_defines=self._source):
-            batches = iter(loader)
-        try:
+        with started(loader, self._source) as batches:
             yield from batches
-        finally:
-            stop_workers(batches)
-
-
-def describe_losses(losses: dict[str, float], step: int) -> list[str]:
-    """The line for the log, or no line without losses; metrics.jsonl has all of them."""
-    return [f"val_loss at step {step}: {losses['val_loss']:.4f}"] if losses else []
 
 
 def _copied(batch: Any) -> tuple[Any, int]:
@@ -139,7 +128,3 @@ def _copied(batch: Any) -> tuple[Any, int]:
     if not isinstance(batch, LoaderBatch):
         return batch, sys.maxsize
     return batch.moved(torch.Tensor.clone), sum(crops.nbytes for crops in batch.crops.values())
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -20,7 +20,7 @@ from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher
 from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pixels
-from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
+from dino_ds.evals.held_out_loss import HeldOutLoss
 from dino_ds.evals.suite import OF_ONE_SET, describe_result, evaluate, note_on_shared, preflight_eval, with_recipe_keys
 from dino_ds.evals.tracking import RESULTS, SHARED, Best, Knn, evaluated_every, write_results
 from dino_ds.health.beat import Event
@@ -147,7 +147,9 @@ class EvalRunner(PeriodicTask):
         self._anew = False
         if results or losses:
             moment.log.write({"step": moment.step, **self.metrics(results), **losses, **stalled})
-        moment.log.info(*self.lines(results), *describe_losses(losses, moment.step))
+        moment.log.info(*self.lines(results))
+        if losses:
+            moment.log.info(f"val_loss at step {moment.step}: {losses['val_loss']:.4f}")
         if distributed.rank() == 0:
             try:
                 write_results(moment.run_dir / RESULTS, results)

@@ -26,18 +26,18 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.masters import Placement
-from dino_ds.engine.process import device, set_convolutions, use_deterministic_kernels
+from dino_ds.engine.process import device, use_deterministic_kernels
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.errors import ConfigError
 from dino_ds.method import ema, gram, preserve
 from dino_ds.method import frozen as build_frozen
-from dino_ds.method.coding_rate import build_coding_rate
+from dino_ds.method.coding_rate import CodingRateTerm
 from dino_ds.method.dino import build_dino
 from dino_ds.method.fast_paths import Case, settle
 from dino_ds.method.frozen import begin_centers, find_teacher
 from dino_ds.method.gram import build_gram
 from dino_ds.method.ibot import build_ibot
-from dino_ds.method.koleo import build_koleo
+from dino_ds.method.koleo import KoLeoTerm
 from dino_ds.method.networks import TeacherParts, TermParts, build_meta, optimizer_options
 from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs import ours
@@ -196,10 +196,10 @@ _TERMS: dict[type, Callable[[Any, TermParts], Term]] = {
     ours.DinoSpec: build_dino,
     ours.IbotSpec: build_ibot,
     ours.FeatureSpec: build_frozen.build_features,
-    ours.CodingRateSpec: build_coding_rate,
-    ours.KoLeoSpec: build_koleo,
+    ours.CodingRateSpec: lambda spec, parts: CodingRateTerm(spec, parts.taught_crops),
+    ours.KoLeoSpec: lambda spec, parts: KoLeoTerm(parts.taught_crops, spec.ranks == "all"),
     ours.GramSpec: build_gram,
-    ours.PreserveSpec: preserve.build_preserve,
+    ours.PreserveSpec: lambda _, parts: preserve.PreserveTerm(parts.recipe.model.spec().patch_width > 0),
 }
 _TEACHERS: dict[type, Callable[[Any, TeacherParts], Teacher]] = {
     ours.EmaSpec: ema.build_teacher,
@@ -243,7 +243,8 @@ def build_step(
     if config.performance.deterministic:
         use_deterministic_kernels()
     if "channels_last" in recipe.model.spec().obeys:  # it has convolutions, and crops have few sizes
-        set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
+        torch.backends.cudnn.benchmark = not config.performance.deterministic  # times kernels, takes the fastest
+        torch.backends.cudnn.allow_tf32 = config.precision != "fp32"  # of convolutions; torch's default is True
     frozen = find_teacher(recipe)
     objective = build_objective(recipe, device(), frozen)
     config = settle(Case(recipe, config, device(), functools.partial(build_network, objective=objective)))
@@ -288,7 +289,9 @@ def build_network(
     if start is not None:
         source, weights = start
         initial = InitialWeights(network, weights, source, placer, model.pos_embed_interpolation)
-        network.started_from, network.began_with, placer = str(initial), initial.tensors, initial
+        network.started_from = str(initial)
+        network.began_with = initial.tensors
+        placer = initial
     torch.manual_seed(recipe.seed)
     drawn = network.backbone.drawn()
     if drawn is not None:

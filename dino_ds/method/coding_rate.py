@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from dino_ds.config.crops import Masks
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.networks import TermParts
 from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
 from dino_ds.method.specs.ours import CodingRateSpec
 from dino_ds.models.base import CLS
@@ -57,10 +56,6 @@ class CodingRateTerm(Term):
             spread = (rate.detach() - least) / max(most - least, 1e-6)  # for one image the bounds are equal
             scalars = {"view_cosine": cosine.detach(), "coding_rate": rate.detach(), self.spread: spread}
             return TermLoss(1 - cosine - rate, scalars)
-
-
-def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:
-    return CodingRateTerm(spec, parts.taught_crops)
 
 
 def coding_rate(rows: Tensor) -> Tensor:

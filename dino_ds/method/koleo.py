@@ -15,9 +15,7 @@ from torch import Tensor
 from dino_ds.config.crops import Masks
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.networks import TermParts
 from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
-from dino_ds.method.specs.ours import KoLeoSpec
 from dino_ds.models.base import cls_of
 
 # As in the reference: added to every component of a difference, and to the distance.
@@ -47,10 +45,6 @@ class KoLeoTerm(Term):
             first = rows.shape[1] * distributed.rank() if self.all_ranks else 0
             losses = [koleo(crop, all_of, first) for crop, all_of in zip(rows, every, strict=True)]
             return TermLoss(torch.stack(losses).sum(), {})
-
-
-def build_koleo(spec: KoLeoSpec, parts: TermParts) -> KoLeoTerm:
-    return KoLeoTerm(parts.taught_crops, spec.ranks == "all")
 
 
 def koleo(rows: Tensor, every: Tensor, first: int = 0) -> Tensor:

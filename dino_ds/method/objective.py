@@ -377,7 +377,7 @@ def _checked(name: str, term: Term, result: object) -> TermLoss:
     """The result of a term's `loss`. Raises ConfigError unless it is one number and the term's declared scalars."""
     gave = f"loss term {name}: loss() gave"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-        raise ConfigError(f"{gave} a {type(result).__name__}: return Measured(loss, {{scalar: value}})")
+        raise ConfigError(f"{gave} a {type(result).__name__}: return TermLoss(loss, {{scalar: value}})")
     loss, scalars = result
     for key, value in {"loss": loss, **scalars}.items():
         if not isinstance(value, Tensor) or value.numel() != 1:

@@ -21,9 +21,9 @@ from dino_ds.engine.process import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.method.frozen import FixedTeacher, meta_network, place_frozen
-from dino_ds.method.networks import TeacherParts, TermParts
+from dino_ds.method.networks import TeacherParts
 from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
-from dino_ds.method.specs.ours import PRESERVE, START, PreserveSpec, StartSpec
+from dino_ds.method.specs.ours import PRESERVE, START, StartSpec
 from dino_ds.models.base import cls_of, patches_of
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
@@ -53,11 +53,6 @@ def _distance(features: object, wanted: Tensor | None) -> Tensor:
 
 class StartTeacher(FixedTeacher):
     term, key = PRESERVE, "model.init_from"
-
-
-def build_preserve(spec: PreserveSpec, parts: TermParts) -> PreserveTerm:
-    """Build the term that a spec describes."""
-    return PreserveTerm(parts.recipe.model.spec().patch_width > 0)
 
 
 def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:

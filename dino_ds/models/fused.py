@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.fast_paths import TAKEN
-from dino_ds.basics.ranges import device_kind, rehearsing
+from dino_ds.basics.ranges import added, device_kind, entered, rehearsing
 
 _LEAST_BYTES = 16 * 2**20
 """Size from which functions of a tensor inside a block are fused. A fused call takes 25 microseconds of the host, three
@@ -53,7 +53,7 @@ class Fused:
         for name, argument in zip(self._names, arguments, strict=False):
             tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
             moved += self.passes.get(name, 1) * sum(tensor.nbytes for tensor in tensors)
-        with _kernels_of_gpu(self.kernels, moved):
+        with entered(_listeners, self.kernels, moved):
             return self.function(*arguments)
 
 
@@ -137,21 +137,7 @@ def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:
     return largest + (x - largest).exp().sum(dim=dim, keepdim=True).log()
 
 
-@contextmanager
-def listen_to_kernels(listener: KernelListener) -> Iterator[None]:
+def listen_to_kernels(listener: KernelListener) -> AbstractContextManager[None]:
     """Enter `listener(kernels, bytes)` around each fused function: the kernels that a GPU would launch for it, and the
     bytes that these would move."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-@contextmanager
-def _kernels_of_gpu(kernels: int, moved: float) -> Iterator[None]:
-    """A context whose operators would be `kernels` kernels on a GPU, which move `moved` bytes."""
-    with ExitStack() as stack:
-        for listener in _listeners:
-            stack.enter_context(listener(kernels, moved))
-        yield
+    return added(_listeners, listener)

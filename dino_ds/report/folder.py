@@ -185,20 +185,15 @@ def read_events(path: Path) -> Events:
     return events
 
 
-def with_titles(metrics: Metrics, recipe: Recipe) -> Metrics:
-    """Add to metrics the titles of the recipe's loss terms, and whether the run began with weights."""
-    began = recipe.model.init_from is not None or recipe.stage_start is not None
-    titles = {term.name: term.title for term in known_terms(recipe)}
-    return replace(metrics, titles=titles, began_with_weights=began)
-
-
 def _read_recipe(run: RunFiles) -> None:
     path = run.path / "config.yaml"
     run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
     if run.recipe_text:
         try:
-            run.recipe = load_run_recipe(run.path)
-            run.metrics = with_titles(run.metrics, run.recipe)
+            recipe = run.recipe = load_run_recipe(run.path)
+            began = recipe.model.init_from is not None or recipe.stage_start is not None
+            titles = {term.name: term.title for term in known_terms(recipe)}
+            run.metrics = replace(run.metrics, titles=titles, began_with_weights=began)
         except (ConfigError, CheckpointError) as error:
             run.notes.append(f"the recipe is not known: {str(error).splitlines()[0]}")
             return

@@ -48,11 +48,13 @@ _OPEN = ("map", "neighbors")
 def draw_run(run: RunFiles) -> str:
     facts = summarize(run)
     level, verdict = make_finding(run, facts["knn"])
+    step, planned = facts["step"], facts["planned_steps"]
+    at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
     return render(
         "run.html",
         run=run,
         facts=facts,
-        state=state_badge(facts),
+        state=Tag(f"{_STATES[facts['state']]}{at}", f"state {facts['state']}"),
         images=_images(run),
         level=level,
         verdict=verdict,
@@ -71,13 +73,6 @@ def draw_run(run: RunFiles) -> str:
         ds=json.dumps(run.ds, indent=2) if run.ds else "",
         again=reproduction(run),
     )
-
-
-def state_badge(facts: dict[str, Any]) -> Tag:
-    """Return the state of a run, and its step if it has not reached its length."""
-    state, step, planned = facts["state"], facts["step"], facts["planned_steps"]
-    at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
-    return Tag(f"{_STATES[state]}{at}", f"state {state}")
 
 
 def _images(run: RunFiles) -> str:
@@ -162,7 +157,9 @@ def _load_pictures(run: RunFiles) -> dict[str, Any]:
         {
             "title": _PICTURES.get(kind, kind),
             "open": kind in _OPEN,
-            "shown": [_picture(path, _step_of(path, folder)) for path in _ends_of(steps[kind])],
+            "shown": [
+                _picture(path, _step_of(path, folder)) for path in dict.fromkeys((steps[kind][0], steps[kind][-1]))
+            ],
         }
         for kind in kinds[:_MOST]
     ]
@@ -171,11 +168,6 @@ def _load_pictures(run: RunFiles) -> dict[str, Any]:
     groups += [{"title": title, "open": not groups, "shown": named}] if named else []
     more = len(others) > _MOST or any(len(paths) > 2 for paths in steps.values())
     return {"folder": folder, "groups": groups, "more": more}
-
-
-def _ends_of(paths: list[Path]) -> list[Path]:
-    """Return the first and the last picture of a kind, or the only one."""
-    return [paths[0], paths[-1]] if len(paths) > 1 else paths
 
 
 def _step_of(path: Path, folder: Path) -> str:

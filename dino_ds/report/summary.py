@@ -30,6 +30,7 @@ _NOISE, _FALL = 1.0, 0.2
 def summarize(run: RunFiles) -> dict[str, Any]:
     """Return plain values for JSON; None for what is unknown. Losses are in nats, accuracies in percent."""
     metrics = run.metrics
+    waits, memory = metrics["data_wait_fraction"].finite, metrics["memory_gib"].finite
     return {
         "run": str(run.path),
         "state": run.state,
@@ -45,8 +46,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "knn": summarize_knn(metrics),
         "best": run.best or None,
         "images_per_second": mean_rate(metrics),
-        "data_wait_fraction": _mean(metrics["data_wait_fraction"]),
-        "memory_gib": _most(metrics["memory_gib"]),
+        "data_wait_fraction": float(waits.mean()) if len(waits) else None,
+        "memory_gib": float(memory.max()) if len(memory) else None,
         "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
         "skipped_steps": _count(metrics["skipped_steps"]),
         "bad_images": _count(metrics["bad_images"]),
@@ -135,14 +136,6 @@ def _last(curve: Curve) -> float | None:
 def _count(curve: Curve) -> int | None:
     value = _last(curve)
     return None if value is None else int(value)
-
-
-def _most(curve: Curve) -> float | None:
-    return float(curve.finite.max()) if len(curve.finite) else None
-
-
-def _mean(curve: Curve) -> float | None:
-    return float(curve.finite.mean()) if len(curve.finite) else None
 
 
 def changed_settings(run: RunFiles) -> list[tuple[Tag, str, str, str]]:

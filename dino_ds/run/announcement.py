@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -31,6 +30,7 @@ _MOST_LINES = 9
 _SHOWN_ELSEWHERE = ("data.root", "data.source")
 """Overrides that the line about the images shows."""
 _PICTURES = ("map", "neighbors", "pca", "attention")
+"""Kinds of pictures, the most telling first."""
 
 
 def announce(
@@ -178,7 +178,9 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
     named = f", backbone={model.backbone!r}" if ":" in model.backbone else ""
     how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}{named}) loads it"
     of, cut = f" of {steps}" if run.step.applied_steps < steps else "", run.options.last_step < steps  # --max_steps
-    evaluations, picture = run.evaluations, _newest_picture(path / "pictures")
+    evaluations, folders = run.evaluations, sorted(path.glob("pictures/step_*"), reverse=True)
+    files = (folder / f"{name}.png" for folder in folders for name in _PICTURES)
+    picture = next((file for file in files if file.is_file()), None)
     return [
         f"done     step {run.step.applied_steps}{of}; the run is in {path}",
         *(["ended    " + evaluations.finished()] if evaluations and evaluations.finished() else []),
@@ -187,9 +189,3 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
         *([f"picture  {picture}"] if picture else []),
         f"report   dino-ds report {shlex.quote(str(path))} (curves, evaluations and pictures: {path / 'report.html'})",
     ]
-
-
-def _newest_picture(pictures: Path) -> Path | None:
-    """Return the most telling picture of the newest step that has pictures."""
-    folders = sorted(pictures.glob("step_*"), reverse=True)
-    return next((path for folder in folders for name in _PICTURES if (path := folder / f"{name}.png").is_file()), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -157,7 +157,8 @@ class ImageReports:
             seen.add(name)
             detail = len(seen) > _SHOWN
             self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", detail, name=name))
-        drawn, fraction = run.images_drawn, run.options.max_bad_fraction
+        position, fraction = run.state.position, run.options.max_bad_fraction
+        drawn = run.options.images if position.epoch else position.samples  # after an epoch, those it left out too
         limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(seen) > limit:
             self._log.info(*self._saver.saving.finish())
@@ -204,9 +205,10 @@ class BadSteps:
         if distributed.rank() == 0:
             about = {"step": step.applied_steps, "in_a_row": self._in_a_row, "what": quantity}
             append_line(run.path / _FILE, json.dumps({**about, "ranks": ranks, "images": images}))
+        more = f" and {len(images) - 4} more" if len(images) > 4 else ""
         reason = (
             f"the {quantity} is NaN or infinite after step {step.applied_steps}, on images of ranks "
-            f"{', '.join(map(str, ranks))}: {_shorten(images)}"
+            f"{', '.join(map(str, ranks))}: {', '.join(images[:4])}{more}"
         )
         self._log.info(
             Event(f"{reason}; nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite")
@@ -216,11 +218,6 @@ class BadSteps:
                 f"{reason}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
                 f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
             )
-
-
-def _shorten(names: list[str], most: int = 4) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def constant_images(crops: list[Tensor]) -> Tensor:
@@ -329,14 +326,15 @@ class Reports:
             "memory_gib": memory_gib(),
             **({} if predicted is None else {"memory_predicted_gib": predicted}),
         }
-        alarms = self._ask_alarms(record)
+        texts = [alarm.look(record["step"], *(record[name] for name in names)) for names, alarm in self._collapse]
+        texts += [self._drift.look(record["step"], record[_DRIFT])] if _DRIFT in record else []
         self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._show_progress(record)
         if means["constant_images"] and not self._said_constant:
             self._said_constant = True
             part = f"{means['constant_images']:.2%}"
             self._log.info(f"warning  {part} of the images are of one color (constant_images of metrics.jsonl)")
-        self._log.info(*alarms)
+        self._log.info(*filter(None, texts))
 
     def finish(self) -> None:
         """Write the metrics of a run that ends between two lines, so that it ends at the step that is saved."""
@@ -366,14 +364,6 @@ class Reports:
             "constant_images": means["constant_images"],
             **{name: means[name] for name in self._shares},
         }
-
-    def _ask_alarms(self, record: dict[str, Any]) -> list[str]:
-        looks: list[tuple[tuple[str, ...], Callable[..., str]]] = [
-            (names, alarm.look) for names, alarm in self._collapse
-        ]
-        looks += [((_DRIFT,), self._drift.look)] if _DRIFT in record else []
-        lines = [look(record["step"], *(record[name] for name in names)) for names, look in looks]
-        return [line for line in lines if line]
 
     def _show_progress(self, record: dict[str, Any]) -> None:
         run, rate = self._run, record["images_per_second"]

@@ -132,8 +132,3 @@ class Run:
         consumed = self.step.engine.config.micro_batch * distributed.world_size()
         per_epoch = self.options.epoch_steps * self.options.global_batch
         self.state.position = self.state.position.advance(consumed, per_epoch)
-
-    @property
-    def images_drawn(self) -> int:
-        """Number of different images used by all ranks; after an epoch, the few that it leaves out count as used."""
-        return self.options.images if self.state.position.epoch else self.state.position.samples

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,6 @@ def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: s
     of the checkpoint start at the folder `began_in`."""
     before = flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
     return stages.changed_settings(before, _learned(recipe, config), began_in)
-
-
-def check_changed(changed: dict[str, str], saved: Manifest, allowed: Collection[str]) -> None:
-    """Raises CheckpointError, naming every difference of `changed_since`, where one is not allowed."""
-    if _OPTIMIZER in changed:
-        raise CheckpointError(
-            f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
-            "it back, or start a new run from these weights with --model.init_from"
-        )
-    stages.check_settings(changed, f"step {saved.step}", allowed)
 
 
 def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> list[str]:
@@ -265,7 +255,7 @@ def best_step(run: Path) -> int | None:
 def earlier_recipe(path: Path, resume: Resume) -> Recipe | None:
     """The recipe of the resumed run, with the image settings that it began with; None if it can't be read."""
     try:
-        return load_run_recipe(path) if holds_run(path) and resume is not False else None
+        return stages.load_run_recipe(path) if stages.holds_run(path) and resume is not False else None
     except ConfigError:
         return None
 
@@ -292,6 +282,7 @@ class RunFolder:
         self.began_in = stages.started_in(path) if self.resume else None
         self.config_name = stages.read_environment(path, stages.CONFIG_NAME) if self.resume else None
         self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
+        self.allows_other_images = IMAGES in self._allowed
         check_place(path)
 
     def agree(self) -> None:
@@ -304,17 +295,19 @@ class RunFolder:
         self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
         return self.run_id
 
-    @property
-    def allows_other_images(self) -> bool:
-        return IMAGES in self._allowed
-
     def changed(self, saved: Manifest) -> dict[str, str]:
         """The settings that change what is learned and differ from a checkpoint's, in words by dotted name."""
         return changed_since(saved, self.recipe, self.config, self.began_in)
 
     def check_settings(self, saved: Manifest) -> None:
         """Raises CheckpointError, naming every difference, where resuming would learn something else."""
-        check_changed(self.changed(saved), saved, self._allowed)
+        changed = self.changed(saved)
+        if _OPTIMIZER in changed:
+            raise CheckpointError(
+                f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
+                "it back, or start a new run from these weights with --model.init_from"
+            )
+        stages.check_settings(changed, f"step {saved.step}", self._allowed)
 
     def check_nothing_saved(self) -> None:
         """Raises CheckpointError, on all ranks, if a run without checkpoints has a teacher's file: it had one then."""

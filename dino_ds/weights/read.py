@@ -44,7 +44,9 @@ def read_weights(path: Path, asked: ForeignSpec | None = None) -> layouts.Weight
     if not layouts.is_huggingface(tensors):
         return network_weights(path, tensors, about, asked)
     with naming(path):
-        _check_huggingface(about)
+        activation, wanted = about.get("hidden_act", "gelu"), "silu" if about.get("use_gated_mlp") else "gelu"
+        if activation != wanted and not about.get("use_swiglu_ffn"):  # no tensor shows it
+            raise CheckpointError(f"its MLP has {activation}, and dino_ds's has {wanted}")
         stated, said = sidecar.processor_statistics(
             sidecar.read_json(path / sidecar.PROCESSOR) if path.is_dir() else {}
         )
@@ -210,14 +212,6 @@ def _load_torch(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
 
 
-def _check_huggingface(config: dict[str, Any]) -> None:
-    """Raises CheckpointError for an activation other than GELU, or SwiGLU's SiLU: no tensor shows it."""
-    activation, gated = config.get("hidden_act", "gelu"), config.get("use_gated_mlp")
-    wanted = "silu" if gated else "gelu"
-    if activation != wanted and not config.get("use_swiglu_ffn"):
-        raise CheckpointError(f"its MLP has {activation}, and dino_ds's has {wanted}")
-
-
 def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> layouts.Weights:
     """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
     may be downloaded.
@@ -227,7 +221,9 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
     """
     path = Path(os.path.expanduser(source))
     there = os.path.exists(path)  # also False for a name that no file can have
-    if not there and _may_be_downloaded(str(source)):
+    base, _, tag = str(source).partition(".")
+    is_file_name = tag in ("pth", "pt", "bin", "ckpt", "safetensors")
+    if not there and (base in BACKBONES or (not is_file_name and is_timm_name(base))):
         return _from_timm(str(source))
     if not there:
         raise missing_model(str(source))
@@ -331,11 +327,6 @@ def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
     if adapters_in(parts["backbone"]):
         parts["backbone"] = merged(parts["backbone"], sidecar.recipe_of(saved.manifest).model.lora_alpha)
     return parts
-
-
-def _may_be_downloaded(name: str) -> bool:
-    base, _, tag = name.partition(".")
-    return base in BACKBONES or (tag not in ("pth", "pt", "bin", "ckpt", "safetensors") and is_timm_name(base))
 
 
 def is_timm_name(name: object) -> TypeGuard[str]:

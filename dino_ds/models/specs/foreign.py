@@ -33,13 +33,6 @@ def has_batch_norm(network: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
 
 
-def has_lazy_layers(network: nn.Module) -> bool:
-    """Whether the network has tensors that have no shapes before the first image."""
-    from torch.nn.parameter import is_lazy
-
-    return any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers()))
-
-
 def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     """Why `network`, on the meta device, can't be trained, or "". `features` computes its features (b, d).
 
@@ -275,7 +268,17 @@ def _timm_arguments(spec: ForeignSpec, image_size: int | None) -> dict[str, Any]
 
 
 def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
-    network_class = own_class(spec.name)
+    """Build the class MODULE:CLASS, found as `python -m` would, from the current folder too.
+
+    Raises ConfigError, also if it is not a class of modules: nothing else is ever called.
+    """
+    from torch import nn
+    from torch.nn.parameter import is_lazy
+
+    def is_network(candidate: object) -> bool:
+        return isinstance(candidate, type) and issubclass(candidate, nn.Module)
+
+    network_class = find_own("model.backbone", spec.name, "torch.nn.Module", is_network)
     try:
         network: nn.Module = network_class(in_chans=spec.in_chans, **arguments)
     except Exception as error:  # whatever a user's class raises
@@ -283,22 +286,9 @@ def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
             f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
             f"{spec.arguments}: {type(error).__name__}: {one_line(error)}"
         ) from None
-    if has_lazy_layers(network):
+    if any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
         raise ConfigError(f"model.backbone {spec.name} has lazy layers (nn.LazyConv2d ...): give them their sizes")
     return network
-
-
-def own_class(name: str) -> Any:
-    """The class MODULE:CLASS, found as `python -m` would, from the current folder too.
-
-    Raises ConfigError, also if it is not a class of modules: nothing else is ever called.
-    """
-    from torch import nn
-
-    def is_network(candidate: object) -> bool:
-        return isinstance(candidate, type) and issubclass(candidate, nn.Module)
-
-    return find_own("model.backbone", name, "torch.nn.Module", is_network)
 
 
 def features_of(network: Any, images: Any) -> tuple[Any, Any]:
