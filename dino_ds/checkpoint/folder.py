@@ -142,10 +142,6 @@ class Checkpoints:
     def writing_folder(self, step: int) -> Path:
         return self.folder / (_WRITING + step_name(step))
 
-    def give_up(self, step: int) -> None:
-        """Remove the files of `step`, whose save has failed, on rank 0."""
-        discard(self.writing_folder(step))
-
     def _point_to(self, step: int) -> None:
         """Write this step, unless it is 0, into `latest`, a hint for people; no run resumes by it. Raises OSError."""
         if step and not (self.folder / "latest").is_dir():

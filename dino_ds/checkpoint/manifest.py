@@ -234,10 +234,9 @@ Whole = Annotated[int, Field(ge=0)]
 class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
-    config_hash: hash of the settings in recipe and gradient_clipping that change what is learned; images: the training
-    images (see `dino_ds.data.sources`); frozen_teacher: source and digest of the teacher that is distilled, or None;
-    state: position and counters of the run; layouts: one per rank, of its
-    tensors (see `dino_ds.engine.saved_state`); files: lengths and checksums by name.
+    images: the training images (see `dino_ds.data.sources`); frozen_teacher: source and digest of the teacher that is
+    distilled, or None; state: position and counters of the run; layouts: one per rank, of its tensors (see
+    `dino_ds.engine.saved_state`); files: lengths and checksums by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -253,7 +252,6 @@ class Manifest(BaseModel):
     accumulation: Annotated[int, Field(ge=1)]
     gradient_clipping: float
     recipe: dict[str, Any]
-    config_hash: str
     images: dict[str, Any]
     frozen_teacher: dict[str, Any] | None = None
     versions: dict[str, str]

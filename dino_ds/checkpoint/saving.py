@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from dino_ds.basics.files import discard
 from dino_ds.basics.formatting import short
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import (
@@ -219,7 +220,7 @@ class Saving:
     def _failed(self, step: int, reason: UserError, must: bool) -> list[str]:
         """Remove the files of the failed save; return a line for the log or raise an error, the same on all ranks."""
         if distributed.rank() == 0:
-            self._checkpoints.give_up(step)
+            discard(self._checkpoints.writing_folder(step))
         self._failures += 1
         if must:
             raise reason

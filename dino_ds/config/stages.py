@@ -159,16 +159,6 @@ def split_place(value: str) -> tuple[str, str]:
     return "", "" if value in ("none", "classes", "snapshot", "ema") else value
 
 
-def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[str]) -> None:
-    """Raises CheckpointError that names every changed setting which is not allowed to change."""
-    refused = {key: how for key, how in changed.items() if key not in allowed}
-    if refused:
-        raise CheckpointError(
-            f"settings changed since {since}: {', '.join(refused.values())}; accept with --allow_change "
-            f"{','.join(refused)}"
-        )
-
-
 def load_run_recipe(run_dir: Path) -> Recipe:
     """The recipe in a run folder's config.yaml. Raises ConfigError, and CheckpointError for a run of another format."""
     path = str(run_dir / "config.yaml")

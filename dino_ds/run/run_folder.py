@@ -84,7 +84,6 @@ def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
         "accumulation": config.accumulation,
         "gradient_clipping": config.clipping,
         "recipe": recipe.model_dump(mode="json"),
-        "config_hash": hashlib.sha256(json.dumps(_learned(recipe, config), sort_keys=True).encode()).hexdigest(),
         "versions": versions() | own_code(recipe),
     }
 
@@ -307,7 +306,11 @@ class RunFolder:
                 f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
                 "it back, or start a new run from these weights with --model.init_from"
             )
-        stages.check_settings(changed, f"step {saved.step}", self._allowed)
+        if refused := {key: how for key, how in changed.items() if key not in self._allowed}:
+            raise CheckpointError(
+                f"settings changed since step {saved.step}: {', '.join(refused.values())}; accept with --allow_change "
+                f"{','.join(refused)}"
+            )
 
     def check_nothing_saved(self) -> None:
         """Raises CheckpointError, on all ranks, if a run without checkpoints has a teacher's file: it had one then."""
@@ -335,17 +338,8 @@ class RunFolder:
 
 
 _FILES = (
-    "config.yaml",
-    "ds_config.json",
-    stages.ENVIRONMENT,
-    "metrics.jsonl",
-    "log.txt",
-    "events.jsonl",
-    "teacher.safetensors",
-    "teacher.json",
-    BEST_TEACHER,
-    "best_teacher.json",
-    "evaluations.json",
+    *("config.yaml", "ds_config.json", stages.ENVIRONMENT, "metrics.jsonl", "log.txt", "events.jsonl"),
+    *("teacher.safetensors", "teacher.json", BEST_TEACHER, "best_teacher.json", "evaluations.json"),
     "bad_batches.jsonl",
 )
 _FOLDERS = ("checkpoints", "tensorboard", "pictures")

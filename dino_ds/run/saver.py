@@ -31,9 +31,11 @@ SAVE_SECONDS = 600.0
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. files: the run's
-    `TeacherFiles`, which writes the teacher's backbone to the run folder. `saving` commits saves.
-    Methods that return lines return them for the log.
+    Methods that return lines return them for the log. `saving` commits saves.
+
+    Attributes:
+        description: fields of Manifest that are the same in all checkpoints of this start.
+        files: the run's `TeacherFiles`, which writes the teacher's backbone to the run folder.
     """
 
     checkpoints: Checkpoints
@@ -85,7 +87,7 @@ class Saver:
         is complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
         """
         step, part = self.step, self.step.engine.state()
-        state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
+        state = {**self.state.state_dict(), "evaluations": self.evaluations.state_dict() if self.evaluations else {}}
         state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
@@ -137,15 +139,15 @@ class Saver:
             self.step.objective.own.load(saved.of_rank(distributed.rank(), _OWN))
             self.step.restore(whole, saved.manifest.step)
             self.state.load_state_dict(state)
-            if self.evaluations and state["knn"]:
-                self.evaluations.load_state_dict(state["knn"])
+            if self.evaluations and state["evaluations"]:
+                self.evaluations.load_state_dict(state["evaluations"])
         except (LookupError, TypeError, ValueError) as error:  # undamaged, and yet not written by a run
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
         """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint, and the best teacher if it is new."""
         saved = SavedCheckpoint(folder, read_manifest(folder))
-        step, best = saved.manifest.step, (saved.manifest.state["knn"] or {}).get("best")
+        step, best = saved.manifest.step, saved.manifest.state["evaluations"].get("best")
         self.files.write(self._exported(saved.whole()), step)
         if best:
             try:

@@ -67,11 +67,14 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
         side = math.isqrt(max(positions, 0))
         if positions < 1 or side**2 != positions:
             raise CheckpointError(f"its position embedding has {positions} places for patches, which is not a square")
+    heads = heads or _usual_heads(width, depth)
+    if not isinstance(heads, int) or heads < 1 or width % heads:  # a file may state anything
+        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: {_NAME_THEM}")
     arch = ViTSpec(
         patch,
         width,
         depth,
-        _checked_heads(heads or _usual_heads(width, depth), width),
+        heads,
         mlp_ratio=packed / width,
         swiglu=packed == 2 * hidden,
         layer_scale=1e-5 if backbone.keys() & {"blocks.0.ls1.gamma", "blocks.0.gamma_1"} else None,
@@ -115,12 +118,6 @@ def _usual_heads(width: int, depth: int) -> int:
         raise CheckpointError(
             f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
         )
-    return heads
-
-
-def _checked_heads(heads: object, width: int) -> int:
-    if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: {_NAME_THEM}")
     return heads
 
 

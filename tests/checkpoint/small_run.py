@@ -25,7 +25,6 @@ SETTINGS: dict[str, Any] = {
     "accumulation": 1,
     "gradient_clipping": 3.0,
     "recipe": {"seed": 0},
-    "config_hash": "00",
     "images": {},
     "versions": {},
 }

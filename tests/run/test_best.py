@@ -127,7 +127,7 @@ def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
         assert train(root, run, values | {5: 10.0}, **how) is None
     assert best_of(run)["step"] == 7 and losses_of(run) == losses_of(stopped)
     state = read_manifest(run, 10)["state"]
-    assert state["knn"]["best"]["stalled"] == 3 and state["kept"] == 7
+    assert state["evaluations"]["best"]["stalled"] == 3 and state["kept"] == 7
     how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
     assert train(root, run, values, changes=STOPS, **how) is None
     assert losses_of(run) == losses_of(stopped)

@@ -22,16 +22,8 @@ OF_EVERY_RUN = frozenset(
     (
         *("bad_images", "checkpoint_gib", "collapsed", "constant_images", "data_wait_fraction", "epoch"),
         *("grad_norm", "host_free_gib", "host_memory_gib", "images", "images_per_second", "kl", "loss"),
-        *(
-            "loss_scale",
-            "lr",
-            "memory_gib",
-            "memory_predicted_gib",
-            "save_seconds",
-            "save_stall_seconds",
-            "skipped_steps",
-        ),
-        *("step", "teacher_momentum", "teacher_temp", "time", "weight_decay"),
+        *("loss_scale", "lr", "memory_gib", "memory_predicted_gib", "save_seconds", "save_stall_seconds"),
+        *("skipped_steps", "step", "teacher_momentum", "teacher_temp", "time", "weight_decay"),
     )
 )
 """Keys of metrics.jsonl in every run: no scalar of a term may have one of these names."""

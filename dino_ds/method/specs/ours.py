@@ -97,7 +97,6 @@ class IbotSpec(PrototypeSpec):
         return IbotSpec(name, weight, head, centering, how.student_temp, teacher)
 
     def problems(self, recipe: RecipeSections) -> list[str]:
-        """Lines for crops without masks, and for BatchNorm, which needs the same number of patches on every rank."""
         problems = []
         if recipe.crops.mask == "none":
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
@@ -125,7 +124,6 @@ class CodingRateSpec(TermSpec):
         return CodingRateSpec(name, weight, recipe.head.bottleneck, recipe.teacher.taught_by)
 
     def problems(self, recipe: RecipeSections) -> list[str]:
-        """A line if the targets are those of a frozen teacher, which has no head like the student's."""
         if recipe.teacher.distill is None:
             return []
         why = "compares the student with its own average, not with a frozen teacher: set one of them 0 or none"
@@ -169,7 +167,6 @@ class GramSpec(TermSpec):
         return GramSpec(name, weight, teacher, gram.start)
 
     def problems(self, recipe: RecipeSections) -> list[str]:
-        """Lines for crops and replacements that the term's teacher can't have."""
         if self.teacher != EMA:
             return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
         unseen = "gram.teacher ema in a distillation: the EMA teacher sees no crops then"
@@ -215,7 +212,6 @@ class GramTeacherSpec(TeacherSpec):
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
-        """The recipe's Gram teacher, if it has one."""
         gram = recipe.gram
         if not gram.weight or gram.teacher == EMA:
             return []
@@ -224,7 +220,6 @@ class GramTeacherSpec(TeacherSpec):
 
     @staticmethod
     def problems(recipe: RecipeSections) -> list[str]:
-        """Lines for sizes of the Gram teacher's crops in several resolutions."""
         several, model = recipe.resolutions if recipe.crops.resolutions else (), recipe.model
         sides = [(f"crops.resolutions {step}: Gram size", step.gram_size) for step in several if step.gram_size]
         problems = _size_problems(several, recipe.gram.own_crop_size)
@@ -270,7 +265,6 @@ class PreserveSpec(TermSpec):
     label: ClassVar[str] = "Distance from the start's features"
 
     def problems(self, recipe: RecipeSections) -> list[str]:
-        """A line if there are no weights to start from, whose features would be kept."""
         if recipe.model.init_from is not None:
             return []
         return ["objective.preserve_weight keeps features of the weights of model.init_from: give that, or set it 0"]
@@ -288,7 +282,6 @@ class StartSpec(TeacherSpec):
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
-        """The recipe's teacher of this kind, if it has one."""
         return [StartSpec(START)] if recipe.objective.preserve_weight else []
 
 
@@ -305,7 +298,6 @@ class FrozenSpec(TeacherSpec):
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
-        """The frozen teacher of a recipe, if it has one."""
         return [] if recipe.teacher.source is None else [FrozenSpec(FROZEN)]
 
     @staticmethod
