@@ -242,8 +242,8 @@ ONE, THREE = torch.zeros(()), torch.zeros(3)
     ("targets", "found", "says"),
     [
         (None, None, "targets() gave a NoneType, not 1, one for each micro-batch"),
-        ([1], None, "loss() gave a NoneType: return Measured"),
-        ([1], "much", "loss() gave a str: return Measured"),
+        ([1], None, "loss() gave a NoneType: return TermLoss"),
+        ([1], "much", "loss() gave a str: return TermLoss"),
         ([1], (THREE, {"spread": ONE}), "loss() gave a tensor (3,) as its loss: give a tensor of one number"),
         ([1], (0.5, {"spread": ONE}), "loss() gave a float as its loss"),
         ([1], (ONE, {"spread": THREE}), "loss() gave a tensor (3,) as its spread"),
