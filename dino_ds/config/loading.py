@@ -381,7 +381,7 @@ def _resolve_shares(values: dict[str, Any]) -> dict[str, Any]:
     with suppress(ValueError):
         length = Length.parse(values.get("length", Recipe.model_fields["length"].default))
         for name in values.keys() - {"length"}:
-            if "length" in options_of(Recipe)[name].type.split(" or "):
+            if "length" in schema.options_of(Recipe)[name].type.split(" or "):
                 values[name] = length.share(values[name]) or values[name]
     return values
 
