@@ -83,6 +83,11 @@ class Length:
         assert match is not None
         return Length(value, unit, begin=int(match[3] or 0))
 
+    def share(self, text: object) -> str | None:
+        """The part of this length that "10 %" names, as a length; None for a text of another form."""
+        match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]+)?)\s*%\s*", str(text))
+        return str(Length(float(Fraction(match[1]) * Fraction(repr(self.value)) / 100), self.unit)) if match else None
+
     def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
         """The optimizer step at which this length ends, rounded up; if it begins at 0, its number of steps."""
         # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.

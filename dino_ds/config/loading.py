@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from dino_ds.basics.files import FORMAT, check_format, is_file, read_text
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import MOST_PROBLEMS, as_written, did_you_mean, missing_file, unquoted, words_elsewhere
 from dino_ds.basics.own_code import CODE_KEYS, allow_code
+from dino_ds.config.fields import Length
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.schema import (
@@ -378,13 +380,23 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
+def _resolve_shares(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace each length such as "10 %" by that part of the run's length, if this is valid."""
+    with suppress(ValueError):
+        length = Length.parse(values.get("length", Recipe.model_fields["length"].default))
+        for name in values.keys() - {"length"}:
+            if "length" in options_of(Recipe)[name].type.split(" or "):
+                values[name] = length.share(values[name]) or values[name]
+    return values
+
+
 def _validate(settings: _Settings) -> Recipe:
     """Build the recipe. Raises ConfigError with the lines of all problems, also of sections that contradict each other.
 
     pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
     checked again, without problems that only follow from the `invalid` ones.
     """
-    nested = by_section({name: value for name, (value, _) in settings.values.items()})
+    nested = by_section(_resolve_shares({name: value for name, (value, _) in settings.values.items()}))
     lines, invalid = list(settings.problems), set(settings.invalid)
     recipe, wrong = None, {""}
     while recipe is None and wrong:

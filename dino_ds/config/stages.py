@@ -226,7 +226,7 @@ def _is_there(path: str) -> bool:
 
 
 _MOST_RUNS = 5
-_OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
+_OF_A_RUN = {"stage_start": "none", "model.init_from": "none", "objective.preserve_weight": "0"}
 """Settings that a stage does not take over from the run's recipe: they say how that run began."""
 
 
@@ -279,7 +279,11 @@ class RecipeRequest:
 
     def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
         """Change a run's `recipe` by the given one; `forget`: without the settings that say how that run began."""
-        recipe = change_recipe(recipe, _OF_A_RUN | recipe.outlasting_start) if forget else recipe
+        if forget:
+            weight, start = recipe.objective.preserve_weight, recipe.model.init_from
+            dropped = f"objective.preserve_weight {weight} ends with the run before: it kept features of {start}"
+            self.notes.extend([dropped] if weight else [])
+            recipe = change_recipe(recipe, _OF_A_RUN | recipe.outlasting_start)
         return change_recipe(recipe, self.overrides, self.config)
 
     def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:

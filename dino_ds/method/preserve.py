@@ -19,6 +19,7 @@ from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.process import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.errors import ConfigError
 from dino_ds.method.frozen import FixedTeacher, meta_network, place_frozen
 from dino_ds.method.networks import TeacherParts, TermParts
 from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
@@ -73,8 +74,11 @@ def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
             side, how = recipe.crops.global_size, recipe.model.pos_embed_interpolation
             source = FrozenSource(weights, recipe.model.spec(), side, how, {}, {}, ours)
         else:
-            source = find_frozen(weights, "objective.preserve_weight, model.init_from")
-            source.check_channels(recipe.model.in_chans)
+            source = find_frozen(weights, "objective.preserve_weight, model.init_from", recipe.model.heads)
+            known, ours_in = source.spec.in_chans, recipe.model.in_chans
+            if known != ours_in:
+                why = f"is for images of {known} channels, and has no features of these of {ours_in} (model.in_chans)"
+                raise ConfigError(f"{source.name} {why}: add --objective.preserve_weight 0")
         network = meta_network(source, config.performance, parts.objective.teacher_features(spec.name))
     about = {"source": weights, "digest": place_frozen(network, source, config)}
     return StartTeacher(network, DTYPES[config.precision], about, source.normalization, ours)

@@ -272,7 +272,8 @@ def _command_page(command: Command) -> str:
     ]
     if command.takes_recipe:
         options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
-        parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
+        lengths = "a length is '100 epochs', '5000 steps', '1e6 images', or '5 %' of --length"
+        parts.append(f"overrides of the recipe (default); {lengths}")
         parts += [*_rows(options), ""]
     if command.takes_ds:
         where = "" if command is TRAIN else "; dino-ds train --help all lists them"

@@ -21,7 +21,14 @@ _FEW_FOR_DINO = 100_000
 _TINY_SIDE = 96
 """Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LEAST_BATCH = 32
-_CPU_IMAGES = 600_000
+_CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
+_CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
+_AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
+_CONTINUED = "a small ViT's k-NN of hand signs 23.7 to 31.1 %, ridge 49.0 to 53.3; this network's was only held so far"
+_TAUGHT = "k-NN 50.1 % of Tiny-ImageNet, by an eighth of the teacher's weights"
+_SCRATCH = "k-NN 36.7 % of Tiny-ImageNet after 50,000 images, 42.2 after 100,000"
+RELEASED = "tf_efficientnet_lite0.in1k"
+"""timm's name of weights that fit a CPU: those of the study."""
 _LENGTHS = "LightlyTrain: 200-2000 epochs below 100,000 images, 100-500 to 1 million, 5-100 above 10 million"
 _MOMENTA = (
     "DINO: 0.996 at 512, 0.9995 at 256 (main_dino.py); LightlyTrain: 0.99 up to 20,000 images; here as many images as "
@@ -58,6 +65,11 @@ class Situation:
         if self.is_tiny or not self.gpus or not self.has_color or self.images >= _MANY_IMAGES:
             return None
         return f"vit_{'base' if self.gpus >= 4 and self.images >= 100_000 else 'small'}_patch16_224.dino"
+
+    @property
+    def teacher(self) -> str | None:
+        """timm's name of the weights that teach a small network; None: no network is taught."""
+        return RELEASED if not self.gpus and self.has_color and self.side >= 32 else None
 
     @property
     def recipe(self) -> str:
@@ -99,10 +111,45 @@ def advise(facts: Situation) -> list[Row]:
     """Advise on each setting, in the order of decisions. `facts` has at least LEAST_IMAGES images."""
     rows = [_start(facts), _backbone(facts), _objective(facts), _crops(facts)]
     if not facts.gpus:
-        images = min(_CPU_IMAGES, MOST_PASSES * facts.images)
-        why = "recipe small's, half an hour of a CPU core on CIFAR-10 (docs/small-data.md), or 2,000 times each image"
+        images = min(_TAUGHT_IMAGES if facts.teacher else _CPU_IMAGES, MOST_PASSES * facts.images)
+        why = "the study's (docs/continue.md), or 2,000 times each image"
+        if not facts.teacher:
+            why = "recipe small's, half an hour of a CPU core on CIFAR-10 (docs/small-data.md), or 2,000 times each"
         return [*rows, Row("length", f"{images:,} images", why, {"length": f"{images} images"})]
     return [*rows, *(_continued(facts) if facts.weights else _from_scratch(facts))]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to features of one's images: what it `gave` in the study of docs/continue.md, and the words of the command,
+    none for the advised one.
+
+    images: how many the command shows the network. seconds: of a CPU core, for an image.
+    """
+
+    name: str
+    gave: str
+    images: int
+    seconds: float
+    words: tuple[str, ...] = ()
+
+
+def ways(facts: Situation) -> list[Way]:
+    """What a CPU can do with images in color: released weights as they are, as a teacher, continued, and nothing from
+    them. Empty for others, which the study lacks."""
+    if facts.teacher is None:
+        return []
+    size = max(_TAUGHT_SIDE, min(224, facts.side // 32 * 32))
+    crops = ("--crops.global_size", str(_TAUGHT_SIDE), "--crops.local_size", str(_TAUGHT_SIDE // 2))
+    start, length = ("--model.init_from", facts.teacher), ("--length", f"{_CONTINUED_IMAGES} images")
+    return [
+        Way("as they are", _AS_THEY_ARE, facts.images, 1.1e-6 * size**2, ("embed", facts.teacher, "--size", str(size))),
+        Way(
+            "continue", _CONTINUED, _CONTINUED_IMAGES, 0.125, ("train", "--config", "continue", *start, *crops, *length)
+        ),
+        Way("teach", _TAUGHT, _TAUGHT_IMAGES, 0.02),
+        Way("from scratch", _SCRATCH, _CPU_IMAGES, 0.003, ("train", "--config", "small")),
+    ]
 
 
 def _start(facts: Situation) -> Row:
@@ -110,6 +157,10 @@ def _start(facts: Situation) -> Row:
         why = "below 1 million images (rule of thumb): a user's k-NN was 83.6 % frozen, 85.1 from scratch, 86.9 "
         why, flags = f"{why}continued (dinov3#23)", {"model.init_from": facts.weights}
         return Row("start", f"continue from {facts.weights}", why, flags)
+    if facts.teacher:
+        why = "k-NN 50.1 after 50,000 images, from scratch 36.7 (docs/continue.md); features as they are: below"
+        flags = {"teacher.source": facts.teacher, "teacher.distill": "features"}
+        return Row("start", f"taught by {facts.teacher}", why, flags)
     flags = {} if facts.has_color else {"model.in_chans": str(facts.channels)}
     why = "DINO and DINOv2 had 1.28 million images (arXiv 2104.14294, 2304.07193)"
     if flags:
@@ -137,19 +188,24 @@ def _backbone(facts: Situation) -> Row:
 
 
 def _objective(facts: Situation) -> Row:
+    if facts.teacher:
+        why = "1 - cosine to them through a linear layer (arXiv 2312.06709), measured on a CPU (docs/continue.md)"
+        flags = {"objective.coding_rate_weight": "0", "objective.dino_weight": "1"}
+        return Row("objective", "the teacher's features", why, flags)
     if facts.recipe.startswith("small"):
         why = "k-NN above DINO's on three sets of small images, measured on a CPU (docs/small-data.md)"
         return Row("objective", "coding rate (SimDINO)", why)
-    why = "batches below 2048: DINOv2's authors cannot advise them (dinov2#298)"
     if facts.weights:
-        why = "what these weights were made with; DINOv2's fell from 80 to 10 % without its heads (dinov2#204)"
+        why = "no head has to be learned first: DINO's new ones cost 70 points (dinov2#204); measured on small networks"
+        return Row("objective", "coding rate, start preserved", f"{why} (docs/continue.md)")
+    why = "batches below 2048: DINOv2's authors cannot advise them (dinov2#298)"
     return Row("objective", "DINO", why)
 
 
 def _crops(facts: Situation) -> Row:
     start = {"model.init_from": facts.weights} if facts.weights else {}
     known = load_recipe(facts.recipe, start).crops
-    local = 6 if facts.gpus and facts.recipe == "small" else known.num_local
+    local = 0 if facts.teacher else 6 if facts.gpus and facts.recipe == "small" else known.num_local
     if facts.recipe == "small":
         sizes = fitting_sizes(facts.side, facts.patch, 64 if facts.is_tiny else 96)
         why = (
@@ -158,9 +214,14 @@ def _crops(facts: Situation) -> Row:
     else:
         sizes = fitting_sizes(facts.side, 16, 224)
         why = f"DINO's 224 and 96 (main_dino.py), or not larger than the images' {facts.side} px: rule of thumb"
-    wanted = {"global_size": sizes[0], "local_size": sizes[1], "num_local": local}
+    if facts.teacher and sizes[0] < _TAUGHT_SIDE:
+        sizes, why = (
+            (_TAUGHT_SIDE, sizes[1]),
+            f"the teacher sees little in fewer pixels than {_TAUGHT_SIDE} (docs/continue.md)",
+        )
+    wanted = {"global_size": sizes[0], "local_size": sizes[1] if local else known.local_size, "num_local": local}
     flags = {f"crops.{key}": str(value) for key, value in wanted.items() if value != getattr(known, key)}
-    return Row("crops", f"2 x {sizes[0]} + {local} x {sizes[1]} px", why, flags)
+    return Row("crops", f"2 x {sizes[0]}" + (f" + {local} x {sizes[1]}" if local else "") + " px", why, flags)
 
 
 def _from_scratch(facts: Situation) -> Iterator[Row]:
@@ -183,20 +244,14 @@ def _from_scratch(facts: Situation) -> Iterator[Row]:
 
 
 def _continued(facts: Situation) -> Iterator[Row]:
-    """Advise on the schedule of a run from released weights: that of recipe continue, shortened or lengthened."""
-    length, batch = continued_length(facts.images), facts.batch
-    steps = length // batch
-    why = f"a quarter of what training from scratch takes: rule of thumb ({_LENGTHS})"
-    flags = {"length": f"{length} images", "eval.every": f"{length // 20} images"}
-    yield Row("length", f"{length:,} images = {steps:,} steps", why, flags)
-    yield _batch(facts)
-    why = "a fifth of DINO's, 0.9 of it in each block below the last, so that the weights survive: rule of thumb"
-    flags = {"optimizer.lr": "0.0001", "optimizer.warmup": f"{length // 10} images"}
-    yield Row("learning rate", f"{_rate(1e-4, batch)}, warm-up a tenth", why, flags)
-    yield from _momentum_and_prototypes(facts.images, batch, steps)
-    frozen = f"{max(1, min(500, steps // 20))} steps"
-    why = "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the run"
-    yield Row("head first", f"{frozen}, head only", f"{why}: rule of thumb", {"model.freeze_backbone": frozen})
+    """Advise on the schedule of a run from released weights: that of recipe continue, whose warm-up and evaluations are
+    shares of the length."""
+    length = continued_length(facts.images)
+    why = "the longest run of the study (docs/notes/continue.md), each image 500 times at most: rule of thumb"
+    yield Row("length", f"{length:,} images", why, {"length": f"{length} images"})
+    batch = max(1, _CONTINUED_BATCH // facts.gpus) * facts.gpus
+    why = "the study's: the number of steps counts most in so short a run (docs/small-data.md)"
+    yield Row("batch", str(batch), why, {"data.global_batch": str(batch)})
 
 
 def _rate(rate: float, batch: int) -> str:
@@ -225,8 +280,8 @@ def epochs(images: int) -> int:
 
 
 def continued_length(images: int) -> int:
-    """Images that a run from released weights shows, on fewer than a million: a quarter of those from scratch."""
-    return min(max(5_000_000, 25 * images), 500 * images)
+    """Images that a run from released weights shows: as many as recipe continue does, each 500 times at most."""
+    return min(100_000, 500 * images)
 
 
 def prototypes(images: int) -> int:

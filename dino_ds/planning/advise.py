@@ -24,7 +24,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.advice import Row, Situation, advise
+from dino_ds.planning.advice import Row, Situation, Way, advise, ways
 from dino_ds.planning.measure import find_gpus
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
@@ -62,6 +62,7 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options)],
     }
+    result["ways"] = [_way(way, result["command"], options) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
 
 
@@ -116,6 +117,13 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
+def _way(way: Way, advised: str, options: AdviseOptions) -> dict[str, Any]:
+    """A way with its whole command, and the minutes that it takes a core."""
+    section, end = ("", " --out features.parquet") if way.words[:1] == ("embed",) else ("data.", "")
+    command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
+    return {"way": way.name, "gave": way.gave, "minutes": way.images * way.seconds / 60, "command": command}
+
+
 def _notes(facts: Situation, images: Mapping[str, Any], options: AdviseOptions) -> Iterator[str]:
     if facts.has_color and not facts.is_tiny:
         yield (
@@ -158,4 +166,9 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
     for row in result["advice"]:
         start = f"{row['setting']:<14} {row['value']:<31} "
         lines += textwrap.wrap(f"{start}{row['why']}", _WIDTH, subsequent_indent=" " * 47, break_on_hyphens=False)
-    return "\n".join([*lines, "", result["command"], "", *(f"note: {note}" for note in result["notes"])])
+    lines += ["", result["command"], ""]
+    for way in result["ways"]:
+        start = f"{way['way']:<14} {max(1, way['minutes']):,.0f} min of a core"
+        lines += textwrap.wrap(f"{start:<46} {way['gave']}", _WIDTH, subsequent_indent=" " * 47)
+        lines += [f"  {way['command']}" if way["command"] != result["command"] else "  the command above"]
+    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])

@@ -105,6 +105,27 @@ class SpreadAlarm(_Alarm):
         return self._report(step, kind, symptom)
 
 
+_DRIFT = "preserve_loss"
+FAR = 0.1
+"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.05, without
+its weight on this distance 0.14 was reached, where ridge was below the start (docs/notes/continue.md)."""
+
+
+class DriftAlarm:
+    """Warns of features that leave those of the weights that a run started from: this needs no labels."""
+
+    def __init__(self) -> None:
+        self._on = False
+
+    def look(self, step: int, distance: float) -> str:
+        """The warning when the distance comes above FAR, else "". `distance` is the mean since the last line."""
+        was_on, self._on = self._on, distance > FAR
+        if was_on or not self._on:
+            return ""
+        what = f"warning  step {step}: features are leaving the start's (preserve_loss {distance:.3f} of 2)"
+        return f"{what}: what it knew may be lost; raise objective.preserve_weight or lower optimizer.lr"
+
+
 _FILE = "bad_batches.jsonl"
 _MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
 _SHOWN = 5
@@ -272,6 +293,7 @@ class Reports:
             for entropy in objective.entropies
         ]
         self._collapse += [((name,), SpreadAlarm(name, warmup)) for name in objective.spreads]
+        self._drift = DriftAlarm()
 
     def begin(self) -> None:
         """Begin to measure speed: training starts or continues now."""
@@ -354,6 +376,7 @@ class Reports:
         looks: list[tuple[tuple[str, ...], Callable[..., str]]] = [
             (names, alarm.look) for names, alarm in self._collapse
         ]
+        looks += [((_DRIFT,), self._drift.look)] if _DRIFT in record else []
         lines = [look(record["step"], *(record[name] for name in names)) for names, look in looks]
         return [line for line in lines if line]
 

@@ -80,15 +80,16 @@ class FrozenSource:
             raise CheckpointError(f"{self.name}: its {name} can't be used: {error}") from None
 
 
-def find_frozen(source: str, key: str = "teacher.source") -> FrozenSource:
+def find_frozen(source: str, key: str = "teacher.source", heads: int | None = None) -> FrozenSource:
     """Find a frozen teacher: the EMA teacher of a run's newest or of one checkpoint, or what `find_weights` finds.
 
-    key: the recipe's key that names `source`. Raises CheckpointError for anything else.
+    key: the recipe's key that names `source`. heads: attention heads, for a file that does not say how many. Raises
+    CheckpointError for anything else.
     """
     path = Path(os.path.expanduser(source))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
     with naming(f"{key} {source}"):
-        frozen = _of_checkpoint(source, folder) if folder else _of_weights(source)
+        frozen = _of_checkpoint(source, folder) if folder else _of_weights(source, heads)
     return replace(frozen, key=key)
 
 
@@ -114,9 +115,9 @@ def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
     )
 
 
-def _of_weights(source: str) -> FrozenSource:
+def _of_weights(source: str, heads: int | None) -> FrozenSource:
     weights = find_weights(source)
-    network = describe(weights)
+    network = describe(weights, heads)
     return FrozenSource(
         source,
         network.spec,

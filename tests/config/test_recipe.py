@@ -313,6 +313,22 @@ def test_lengths_in_steps_of_real_data(text: str, steps: int):
     assert Length.parse("0.1 epochs").in_steps(1, 30) == 3  # exact decimals
 
 
+def test_a_length_may_be_a_share_of_the_run(write):
+    """Of a file or the command line, whatever the order; of each length but the run's own, and of no other key."""
+    path = write("optimizer: {warmup: 10 %}\neval: {every: 12.5%}\nsave_every: 50 %\ndata: {root: 5 %}\n")
+    recipe = load_recipe(path, {"length": "16000 images", "model.freeze_backbone": "3.3 %", "model.init_from": "x"})
+    lengths = recipe.optimizer.warmup, recipe.eval.every, recipe.save_every, recipe.model.freeze_backbone
+    assert [str(length) for length in lengths] == [f"{n} images" for n in (1600, 2000, 8000, 528)]
+    assert recipe.data.root == "5 %" and load_recipe(write(dump_recipe(recipe), "again.yaml"), {}) == recipe
+    assert str(load_recipe(path, {"length": "7 epochs"}).optimizer.warmup) == "0.7 epochs"
+    assert str(load_recipe(path, {}).optimizer.warmup) == "10 epochs"
+    (problem,) = _problems(optimizer__warmup="101 %")
+    assert "optimizer.warmup 101 epochs is longer than length 100 epochs" in problem
+    for name, text in (("length", "10 %"), ("optimizer.warmup", "-1 %"), ("optimizer.warmup", "1e3 %")):
+        (problem,) = _problems(**{name: text})
+        assert f"'{text}' is not a length" in problem
+
+
 def test_a_recipe_can_be_changed_like_a_new_one():
     recipe = load_recipe("vitb16", {"data.root": "/images", "optimizer.eps": "1e-12"})
     changed = change_recipe(recipe, {"crops.num_local": "6", "data.root": "none"})

@@ -11,6 +11,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.sections import fitting_sizes
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together
+from dino_ds.planning import advice
 from dino_ds.planning.advice import Situation, advise, continued_length, epochs, momentum, prototypes, small_momentum
 from dino_ds.run.announcement import few_images
 
@@ -31,7 +32,8 @@ def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
         recipe.check_learning_rates()
         check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
         value, crops, batch = {row.setting: row.value for row in rows}, recipe.crops, recipe.data.global_batch
-        assert value["crops"] == f"2 x {crops.global_size} + {crops.num_local} x {crops.local_size} px"
+        local = f" + {crops.num_local} x {crops.local_size}" if crops.num_local else ""
+        assert value["crops"] == f"2 x {crops.global_size}{local} px"
         if rate := value.get("learning rate"):
             assert rate.startswith(f"{recipe.optimizer.lr:g} for 256 images")
             assert batch == 256 or f": {recipe.peak_lr:.2g} for {batch}," in rate
@@ -55,12 +57,12 @@ def _falls(values):
 
 
 def test_more_images_are_seen_less_often_and_more_in_all():
-    """Also where released weights are continued, by a quarter of those from scratch; within LightlyTrain's ranges."""
+    """Within LightlyTrain's ranges; also where released weights are continued, as long as recipe continue does."""
     passes = [epochs(images) for images in COUNTS]
     assert _falls(passes)
     lengths = [(n, continued_length(n)) for n in COUNTS if n < 1_280_000]
     assert _falls([seen / n for n, seen in lengths]) and _falls([seen for _, seen in lengths][::-1])
-    assert all(4 * seen == pytest.approx(epochs(n) * n, rel=0.01) for n, seen in lengths)
+    assert lengths[-1][1] == load_recipe("continue", {"model.init_from": "x"}).length.value
     # Each is rounded to whole epochs.
     seen = zip(passes, COUNTS, strict=True)
     assert all((b + 0.5) * m >= (a - 0.5) * n for (a, n), (b, m) in itertools.pairwise(seen))
@@ -106,3 +108,17 @@ def test_recipe_continue_is_the_advice_for_fifty_thousand_images():
     flags = {name: text for row in advise(facts) for name, text in row.flags.items()}
     start = {"model.init_from": flags["model.init_from"]}
     assert load_recipe(facts.recipe, start) == load_recipe(facts.recipe, flags)
+
+
+def test_without_a_gpu_released_weights_are_compared_with_none():
+    """For each size in color: what each way gave, with its time; a small network is taught, not begun from nothing."""
+    for side, channels in itertools.product((8, 31, 32, 64, 100, 375), (1, 3, 6)):
+        facts = Situation(2000, side, channels)
+        ways = advice.ways(facts)
+        flags = {name: value for row in advise(facts) for name, value in row.flags.items()}
+        assert bool(ways) == ("teacher.source" in flags) == (side >= 32 and channels != 6)
+        if ways:
+            assert load_recipe(facts.recipe, flags).crops.global_size >= 64
+            assert [way.name for way in ways] == ["as they are", "continue", "teach", "from scratch"]
+            assert all(way.gave and way.images * way.seconds < 60 * 60 for way in ways)
+    assert advice.ways(Situation(2000, 375, 3, gpus=1)) == []

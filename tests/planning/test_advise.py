@@ -58,7 +58,7 @@ def test_fifty_thousand_photographs_on_one_card_are_a_page_whose_command_a_shell
     found = _advise(capsys, str(tmp_path / "list.txt"), "--gpus", "1")
     assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3, "gpus": 1}
     start = f"--config continue --data.root {tmp_path}/list.txt --model.init_from vit_small_patch16_224.dino"
-    assert found["command"] == f"dino-ds train {start}" and _accepted(found["command"]).data.global_batch == 256
+    assert found["command"] == f"dino-ds train {start}" and _accepted(found["command"]).data.global_batch == 64
     many = _advise(capsys, str(tmp_path / "list.txt"), "--gpus", "8")
     assert (
         "deepspeed --num_gpus 8 --module dino_ds.train --config" in many["command"]
@@ -111,6 +111,20 @@ def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):
     notes = _advise(capsys, str(_photographs(tmp_path)))["notes"]
     command = f"dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root {tmp_path} --out"
     assert any(command in note for note in notes)
+
+
+def test_without_a_gpu_the_ways_are_compared_each_with_a_command_that_runs(tmp_path, capsys):
+    found = _advise(capsys, str(_photographs(tmp_path / "my images", side=40)))
+    as_they_are, *trained = found["ways"]
+    words = shlex.split(as_they_are["command"])
+    options = read(COMMANDS["embed"], parse_flags(COMMANDS["embed"], words[2:]))[0]
+    assert words[1] == "embed" and str(tmp_path / "my images") in str(options.root)
+    recipes = [_accepted(way["command"]) for way in trained]
+    assert {recipe.data.root for recipe in recipes} == {str(tmp_path / "my images")}
+    assert recipes[0].model.init_from and recipes[1].teacher.source and trained[1]["command"] == found["command"]
+    main(["advise", str(tmp_path / "my images"), "--sample", "20"])
+    page = capsys.readouterr().out
+    assert all(way["command"] in page and " ".join(way["gave"].split()[:3]) in page for way in found["ways"])
 
 
 def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):

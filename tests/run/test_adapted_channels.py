@@ -100,6 +100,9 @@ def test_a_run_of_its_weights_can_teach_where_the_first_can_t(place, tmp_path):
             f"{next(iter(given))} {place / 'rgb'} is for images of 3 channels, and this run's have 4"
         )
         assert said.endswith(f"started with --model.init_from {place / 'rgb'}, which adapts its weights")
+    kept = train_alone(place / "4", tmp_path / "run", changes=start | {"objective.preserve_weight": "1"})
+    assert "is for images of 3 channels, and has no features of these of 4" in kept
+    assert kept.endswith(": add --objective.preserve_weight 0")
     assert train_alone(place / "4", tmp_path / "made", max_steps=1, changes=start) is None
     teach["teacher.source"] = str(tmp_path / "made")
     assert train_alone(place / "4", tmp_path / "run", max_steps=1, changes=base | teach) is None

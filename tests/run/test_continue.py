@@ -10,6 +10,7 @@ import safetensors.torch
 import timm
 import torch
 
+import dino_ds
 from dino_ds.cli.main import parse, prepare
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
@@ -22,12 +23,12 @@ from dino_ds.weights.load import load
 from dino_ds.weights.start import as_source
 from tests.engine.harness import fp32_student
 from tests.ranks import run_on_ranks
-from tests.run.harness import REPOSITORY
+from tests.run.harness import REPOSITORY, image_folder, unpredicted
 from tests.weights.huggingface import write_native
 from tests.weights.originals import Original
 
 SMALL = {"data.global_batch": "8", "crops.num_local": "1"}
-SMALL |= {"head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "16"}
+SMALL |= {"head.bottleneck": "16"}
 DS = {"dino": "zero0_fp32", "dinov2": "zero1_bf16", "dinov3": "zero2_fp16", "hf": "zero3_fp16", "resnet": "zero2_bf16"}
 DS |= {"timm.safetensors": "zero3_bf16"}
 """A ds config for the file or folder of each layout."""
@@ -125,3 +126,24 @@ def test_what_can_t_be_continued_is_said_in_one_line(tmp_path, monkeypatch, word
         prepare(*parse(["train", "--config", "continue", *place, *given]))
     assert said in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == code
     assert not (tmp_path / "run").exists()
+
+
+def test_a_short_run_needs_no_choice_but_its_length(tmp_path):
+    """From Python: schedules are shares of the length, the start is the first evaluation, its distance is logged."""
+    for split, count in (("train", 24), ("test", 8)):
+        image_folder(tmp_path / split, count, classes=2)
+    torch.manual_seed(0)
+    size = {"patch_size": 8, "img_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 1}
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=0, **size)
+    timm.models.save_for_hf(network, tmp_path / "start", model_args=size, safe_serialization=True)
+    data = {"root": str(tmp_path / "train"), "global_batch": 8, "workers": 0}
+    options = {"model": {"init_from": str(tmp_path / "start")}, "data": data, "eval": {"k": 3}, "log_every": 1}
+    options["eval"]["root"] = str(tmp_path / "test")
+    with unpredicted():
+        run = dino_ds.train("continue", run_dir=str(tmp_path / "run"), length="40 images", **options)
+    recipe = load_recipe(str(tmp_path / "run/config.yaml"), {})
+    assert (str(recipe.optimizer.warmup), str(recipe.eval.every)) == ("4 images", "2 images")
+    distances = [line["preserve_loss"] for line in run.metrics if "preserve_loss" in line]
+    assert distances[0] < 1e-4 < distances[-1]
+    assert next(line["step"] for line in run.metrics if "knn_top1" in line) == 0
+    assert run.load().features(torch.zeros(1, 3, 32, 32)).shape == (1, 16)

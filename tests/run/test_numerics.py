@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.reports import NEAR, NO_KL, WINDOWS, CollapseAlarm, SpreadAlarm
+from dino_ds.run.reports import FAR, NEAR, NO_KL, WINDOWS, CollapseAlarm, DriftAlarm, SpreadAlarm
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.run.drawing_parts import drawing
@@ -124,6 +124,12 @@ def test_a_teacher_that_has_not_begun_is_not_flat():
     """Nearly uniform targets are how every run starts; those of one prototype are not."""
     assert _said(CollapseAlarm(4096, 1000), [FLAT] * 30) == []
     assert _said(CollapseAlarm(4096, 1000), [ONE] * 30) != []
+
+
+def test_a_start_that_is_left_is_said_once_and_again_after_a_return():
+    """Without labels; a distance at the limit, or none that can be read, is no warning."""
+    said = _said(DriftAlarm(), [(value,) for value in (0.0, FAR, 2 * FAR, 3 * FAR, FAR / 2, math.nan, 2 * FAR)])
+    assert len(said) == 2 and "preserve_loss 0.200 of 2" in said[0][1] and "raise objective.preserve" in said[0][1]
 
 
 def test_features_that_do_not_spread_are_a_collapse_after_the_warmup():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import RecipeRequest
 from dino_ds.errors import ConfigError
 from dino_ds.method.preserve import PreserveTerm
 from dino_ds.method.specs.own import teachers_of, terms_of
@@ -66,6 +67,20 @@ def test_a_run_begins_at_no_distance_and_is_kept_near(started, tmp_path):
 def test_without_a_start_it_is_refused():
     with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
         load_recipe(None, {"objective.preserve_weight": "1"})
+
+
+def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
+    """Whose file may be gone; only with a start of its own it can, and a stage has the run before."""
+    run = load_recipe("continue", {"model.init_from": "weights.pth", "model.backbone": "resnet18"})
+    assert run.objective.preserve_weight
+    for stage_start in ("continue", "restart"):
+        given = RecipeRequest(None, {"stage_start": stage_start})
+        assert not given.applied_to(run).objective.preserve_weight
+        assert "ends with the run before: it kept features of weights.pth" in "".join(given.notes)
+    kept = RecipeRequest(None, {})
+    assert kept.applied_to(run, forget=False) == run and kept.notes == []
+    with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
+        RecipeRequest(None, {"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
 
 
 def test_a_weight_of_zero_makes_neither_term_nor_teacher():
