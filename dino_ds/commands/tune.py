@@ -189,7 +189,8 @@ def _bars(search: Search) -> Iterator[tuple[str, list[tuple[str, str, list[tuple
         ("Parts of a step", seconds, lambda value: f"{value:.3g} s"),
         ("Memory of a rank, predicted", gibs, gib),
     ):
-        parts = dict.fromkeys(part for each in values.values() for part in each)
+        least = 0.01 * max((size for each in values.values() for size in each.values()), default=0.0)
+        parts = dict.fromkeys(part for each in values.values() for part, size in each.items() if size >= least)
         rows = [
             (f"{part}, {name}", show(each[part]), [(_COLORS[name], each[part])])
             for part in parts

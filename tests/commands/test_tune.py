@@ -137,14 +137,10 @@ def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path
         _tune(tmp_path)
     whole = _tune(tmp_path, resume=True)
     assert whole.error is None and "--data.workers 2" in whole.data["command"]
-    again = 1  # the micro-batch that had failed
-    assert len(machine.calls) - before - again + 8 == machine_calls_of_a_whole_search(tmp_path, machine)
-
-
-def machine_calls_of_a_whole_search(tmp_path, machine):
+    resumed, again = len(machine.calls) - before, 1  # the micro-batch that had failed
     machine.calls.clear()
     _tune(tmp_path / "again")
-    return len(machine.calls)
+    assert resumed - again + 8 == len(machine.calls)
 
 
 @pytest.mark.parametrize(
