@@ -21,11 +21,7 @@ from dino_ds.health.beat import Event
 from dino_ds.options.definition import Result
 from tests.printed_commands import commands_in, why_refused
 
-STARTS_RANKS = {
-    ("tests.ranks", "run_on_ranks"),
-    ("tests.faults.jobs", "start"),
-    ("tests.engine.harness", "build_step"),
-}
+STARTS_RANKS = {("tests.ranks", "run_on_ranks"), ("tests.faults.jobs", "start"), ("tests.engine.harness", "build_step")}
 NOT_FAST = ("ranks", "slow", "faults", "full", "gpu")
 TAKEN = os.environ.get("DINO_DS_TESTS_TAKEN", "")
 """A folder that the two processes of `make test` share: a file in it for each file of tests that one has taken."""

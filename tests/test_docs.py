@@ -82,7 +82,6 @@ def test_commands_in_the_program_s_texts_are_accepted():
 
 
 def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):
-    """A forward and a backward pass of the backbone that its command makes."""
     import torch
 
     from dino_ds.config.ds_schema import PerformanceOptions
@@ -147,7 +146,6 @@ def test_the_site_has_no_broken_link(tmp_path):
 
 
 def test_the_table_of_evaluations_is_the_program_s():
-    """It names all evaluations, and describes those of features by the first line of their docstring."""
     from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
     from dino_ds.evals.suite import find_evaluation
 
@@ -170,7 +168,6 @@ def test_the_tree_in_the_readme_is_the_tree():
 
 
 def test_files_for_github_and_for_citations_say_what_the_project_says():
-    """The version, the supported Pythons, and templates of the form that GitHub reads."""
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys() and all(citation["authors"])
     assert str(citation["version"]) == dino_ds.__version__ and citation["license"] == "Apache-2.0"

@@ -113,7 +113,6 @@ def test_a_file_of_the_reference_s_is_read(tmp_path):
 
 
 def test_fresh_weights_are_distributed_as_the_reference_s():
-    """Standard deviations of weight matrices and the prototypes' range agree to a few per cent."""
     torch.manual_seed(0)
     ours = dict(golden_network(META, golden("model"), "weights.").named_parameters())
     fresh = dino_network(

@@ -43,10 +43,7 @@ AROUND = [
     {"__main__", "api"},
 ]
 """The packages that look at runs, weights and machines."""
-ASKED_FOR_BY_TRAINING = {
-    "_train": {"planning"},
-    "_build_periodic_tasks": {"evals", "report"},
-}
+ASKED_FOR_BY_TRAINING = {"_train": {"planning"}, "_build_periodic_tasks": {"evals", "report"}}
 """Functions of train.py -> packages around training that they import: the choice of a ds config, periodic tasks."""
 LAYERS = [*TRAINING, *AROUND]
 LOWEST = LAYERS[0]
@@ -165,7 +162,6 @@ def test_no_function_takes_more_than_six_parameters():
 
 
 def test_the_page_names_every_package_in_its_layer():
-    """In docs/flow.md, with a word on each in parentheses."""
     page = (PACKAGE.parent / "docs/flow.md").read_text().partition("\n## Where things live\n")[2].partition("\n## ")[0]
     layers = re.findall(r"^\d+\. (.*(?:\n +.*)*)", page, re.M)
     named = [set(re.findall(r"`([\w/]+)`", re.sub(r"\([^()]*\)", "", layer))) for layer in layers]

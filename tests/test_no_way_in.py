@@ -22,10 +22,7 @@ METHODS = {"extractall", "extract", "unsafe_load"}
 """Forbidden methods, whatever their object is."""
 ALLOWED = {
     ("dino_ds/basics/names.py", "yaml.load"): "with SafeLoader in C, a file of the package",
-    (
-        "dino_ds/config/loading.py",
-        "yaml.load",
-    ): "with a loader derived from SafeLoader; test_payloads.py gives it tags",
+    ("dino_ds/config/loading.py", "yaml.load"): "with a loader derived from SafeLoader; test_payloads.py gives it tags",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/models/foreign.py", "importlib.import_module"): "a backbone's class, from the table of backbones",
     (
@@ -34,14 +31,8 @@ ALLOWED = {
     ): "module:NAME that the user has typed; tests/hostile/test_named_code.py puts others into files",
     ("dino_ds/method/specs/base.py", "importlib.import_module"): "a part of what is learned, from the table of parts",
     ("dino_ds/cli/main.py", "importlib.import_module"): "a command's module, from the table of commands",
-    (
-        "dino_ds/planning/doctor.py",
-        "importlib.import_module",
-    ): "packages of a fixed list: do they load?",
-    (
-        "dino_ds/planning/measure.py",
-        "importlib.import_module",
-    ): "a function named by the process that started this one",
+    ("dino_ds/planning/doctor.py", "importlib.import_module"): "packages of a fixed list: do they load?",
+    ("dino_ds/planning/measure.py", "importlib.import_module"): "a function named by the process that started this one",
     ("tests/test_pages.py", "exec"): "the examples of our own pages",
 }
 IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}

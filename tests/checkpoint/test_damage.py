@@ -147,7 +147,6 @@ def test_whatever_latest_says_the_newest_is_taken(run, text):
 
 
 def test_nothing_outside_the_folder_is_followed(run, tmp_path_factory):
-    """Links of folders and files, and a `latest` that is one."""
     outside = tmp_path_factory.mktemp("outside")
     shutil.copytree(_newest(run), outside / "step_00000012")
     os.symlink(outside / "step_00000012", run / "checkpoints/step_00000012")
@@ -191,7 +190,6 @@ def _choose(run_dir: Path) -> tuple[int, list[str]]:
 
 
 def test_ranks_share_the_reading_and_agree(run):
-    """A file that rank 1 reads: rank 0 hears of it."""
     path = _newest(run) / "rank_00000.safetensors"
     path.write_bytes(b"\0" * path.stat().st_size)
     one, two = run_on_ranks(_choose, run)

@@ -26,7 +26,6 @@ TENSORS = {
 
 
 def test_the_library_reads_what_we_write(tmp_path, monkeypatch):
-    """All types, shapes and strides, in pieces smaller than a tensor."""
     monkeypatch.setattr(checkpoint_files, "_PIECE_BYTES", 100)
     path = tmp_path / "x.safetensors"
     record = write_tensors(path, TENSORS, {"step": "7"})
@@ -39,7 +38,6 @@ def test_the_library_reads_what_we_write(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_gives_other_bytes_back_is_noticed(tmp_path, monkeypatch):
-    """Between the write and the reading back, one bit on the disk changes."""
     path = tmp_path / "x.safetensors"
     fsync = os.fsync
 
@@ -62,7 +60,6 @@ def test_links_and_pipes_are_no_plain_files(tmp_path):
 
 
 def test_a_replaced_file_is_old_or_new(tmp_path, monkeypatch):
-    """Killed at any of its steps (an exception here), the old text is there whole."""
     path = tmp_path / "latest"
     replace_file(path, "old")
     for name in ("fsync", "replace"):

@@ -63,7 +63,6 @@ def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_p
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, gate, monkeypatch):
-    """Nothing is written before somebody waits for it."""
     is_written = checkpoint_writing.PendingSave.is_written
     waiting = lambda flight, seconds: gate.set() or is_written(flight, seconds)  # noqa: E731
     run = SmallRun(tmp_path).train(1).save().train(1)
@@ -92,7 +91,6 @@ def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
 
 
 def test_the_work_after_a_commit_stops_nobody_and_goes_in_order(tmp_path, gate):
-    """A slow removal of older checkpoints: the next saves do not wait for it."""
     done, slow = [], threading.Event()
     run = SmallRun(tmp_path, finish=lambda folder: (slow.wait(60), done.append(folder.name)))
     gate.set()

@@ -276,11 +276,7 @@ REFUSED = {
         "are not as embed writes them",
     ),
     "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "are not as embed writes them"),
-    "empty": (
-        "npy",
-        lambda place: (place / "npy.npy.json").write_text("{}"),
-        "json has no format number",
-    ),
+    "empty": ("npy", lambda place: (place / "npy.npy.json").write_text("{}"), "json has no format number"),
     "shape": ("npy", lambda place: _described(place, shape=[7]), "are not as embed writes them"),
     "types": ("npy", lambda place: _described(place, origin=3), "are not as embed writes them"),
     "patches": ("npy", lambda place: _described(place, what="patches"), "maps of patches: embed with --what cls"),

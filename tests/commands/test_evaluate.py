@@ -88,7 +88,6 @@ def labeled(made):
 
 @pytest.mark.slow
 def test_every_evaluation_gives_numbers(made, labeled):
-    """One that has its own data is tested with it."""
     results = _results(made)
     names = {"knn_1", "knn_5", "linear", "ridge", "rankme"}
     assert results.keys() == set(LABELED)
@@ -150,7 +149,6 @@ def test_two_ranks_give_what_one_gives(place, labeled):
 
 
 def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
-    """Not hours later: labels, classes, neighbors, the files of a benchmark."""
     monkeypatch.setattr(evaluate, "evaluate", lambda name, context: pytest.fail("too late"))
     for evals, changes, error, words in (
         ("knn,davis", {}, ConfigError, r"DAVIS needs its images: --benchmark_root DIR, wanted is JPEGImages"),
@@ -180,7 +178,6 @@ def test_labeled_images_and_benchmarks_in_one_command(place):
     ],
 )
 def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
-    """Not after the evaluation, which may take hours."""
     monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
     out = place / "train"
     if content is not None:
@@ -193,7 +190,6 @@ def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, wor
 
 
 def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
-    """--out does not spare its own file."""
     (place / "config.yaml").write_text("")
     (place / "evaluations.json").mkdir()
     with pytest.raises(
@@ -215,7 +211,6 @@ def test_what_evaluations_leave_out():
 
 
 def test_bad_input_at_the_command_line(place, capsys):
-    """One line that says what to do, exit code 2 or 3, nothing written."""
     (place / "empty").mkdir()
     (place / "notes.txt").write_text("no weights")
     (place / "broken.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
@@ -256,7 +251,6 @@ def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, eval
 
 
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
-    """They may have taken hours, and a file of weights has no folder that keeps them."""
     make_finding = evaluate.evaluate
 
     def fail(name, context):

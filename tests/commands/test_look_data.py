@@ -86,7 +86,6 @@ def test_statistics_are_those_of_the_files(folder, looked):
 
 @pytest.mark.parametrize("augment", ["device", "worker"])
 def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
-    """Images, order and pixels of the first batch of a loader; unreadable images are left out."""
     recipe = recipe_for(folder, **{"data.augment": augment})
     source = build_source("folder", str(folder), "train", False)
     rows = list(look_data._seen(source, recipe))
@@ -133,7 +132,6 @@ def test_nothing_to_look_at_and_no_place_for_the_sheet(folder, tmp_path):
 
 
 def test_deep_images_are_shown_with_their_values(tmp_path):
-    """Whose range is unknown, they are an error that says what to give."""
     values, deep = np.arange(2000).reshape(40, 50) * 2, tmp_path / "images/deep.tif"
     deep.parent.mkdir()
     noise(0, 50, 40).save(tmp_path / "images/shallow.png")
@@ -167,7 +165,6 @@ def test_files_beyond_the_range_or_of_other_channels_are_those_that_training_ski
 
 
 def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
-    """As the flags that a run takes; a slow reference over all pixels, to the 4 digits that are shown."""
     (tmp_path / "images").mkdir()
     shades = (np.random.default_rng(0).random((3, 40, 50, 3)) * (250, 120, 60)).astype(np.uint8)
     for i, shade in enumerate(shades):
@@ -186,7 +183,6 @@ def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
 
 
 def test_hidden_patches_are_gray(folder):
-    """Those of the same crops without masks, in the mean color."""
     masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
     recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
     source = build_source("folder", str(folder), "train", False)

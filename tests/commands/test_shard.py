@@ -199,7 +199,6 @@ def test_an_out_that_can_not_be_written(made, tmp_path):
 
 
 def test_images_of_one_name_and_of_one_key_keep_their_own_files_and_classes(made, tmp_path):
-    """KEY.cls would be that of the first."""
     (tmp_path / "list.txt").write_text("".join(f"{made[0]}/images/dog/a.{end}.jpg\t{end}\n" for end in "bcb"))
     make(tmp_path / "list.txt", tmp_path / "shards")
     source = read(tmp_path / "shards")
@@ -208,7 +207,6 @@ def test_images_of_one_name_and_of_one_key_keep_their_own_files_and_classes(made
 
 
 def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path):
-    """So a run may be resumed on shards that was begun on the folder."""
     (tmp_path / "images").mkdir()
     for i in range(24):
         (tmp_path / f"images/{i:02d}.jpg").write_bytes(noise(40, 30 + i, seed=i))

@@ -301,7 +301,6 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
 def test_wrong_words_stop_before_torch_is_loaded(
     typed: str, says: str, errors: Callable[..., list[str]], tmp_path: Path
 ):
-    """In one line, which quotes little."""
     (tmp_path / "imgs/class").mkdir(parents=True)
     for name in ("a", "b", "c"):
         (tmp_path / f"imgs/class/{name}.jpg").touch()
@@ -509,7 +508,6 @@ def test_local_rank_of_the_launcher_is_dropped():
 
 
 def test_a_reader_that_leaves_ends_a_command_in_silence():
-    """As with `dino-ds look-data ... | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "dino_ds", "--help"]

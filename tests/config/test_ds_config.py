@@ -119,7 +119,6 @@ def test_recipe_knobs_are_sent_home(problems):
 
 @pytest.mark.parametrize("value", [3, False, None, {"enabled": False, "x": 3}], ids=str)
 def test_refused_keys_say_why_unless_they_are_off(load, value: object):
-    """What is off does not reach DeepSpeed."""
     for name, why in words_elsewhere("refused_ds_keys").items():
         content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
         section = content

@@ -70,7 +70,6 @@ def away(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_wheel_has_what_the_program_reads(away):
-    """Byte by byte: recipes, ds configs, photographs, pages."""
     patterns = "basics/*.yaml recipes/* ds_configs/**/*.json data/photos/* report/templates/*"
     for pattern in patterns.split():
         there = [path for path in (REPOSITORY / "dino_ds").glob(pattern) if path.is_file()]
@@ -81,7 +80,6 @@ def test_the_wheel_has_what_the_program_reads(away):
 
 @pytest.mark.slow
 def test_the_wheel_trains(away):
-    """Away from the checkout."""
     off = ("--eval.every", "0 steps", "--eval.pictures_every", "0 steps")
     assert "step 1/" in away("train", "--config", "quickstart", "--max_steps", "1", *off)
     assert (away.work / "runs/quickstart/teacher.safetensors").is_file()

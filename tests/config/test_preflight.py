@@ -104,8 +104,6 @@ def test_a_pod_s_variables_are_answered_by_every_command_that_joins_a_group(monk
 
 
 def test_a_user_without_a_home_and_a_name_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As in a container; a folder that another user has made there is not taken."""
-
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 

@@ -76,7 +76,6 @@ def test_command_line_beats_file_beats_default(write):
 
 
 def test_several_recipes_go_one_over_another(write):
-    """As a stage over the run before it."""
     stage = write("length: 3 steps from step 7\nobjective: {koleo_weight: 0..1 over 2 epochs from step 7}\n")
     recipe = load_recipe(f"vitb16,{stage}", {"seed": "3"})
     assert recipe == change_recipe(load_recipe("vitb16", {}), {"seed": "3"}, stage)
@@ -408,7 +407,6 @@ def test_one_image_at_a_time_is_refused_where_terms_compare_several(changes, ste
 
 
 def test_a_recipe_of_distillation_is_not_trained_without_a_teacher():
-    """It would be one with an EMA teacher, and nothing would say so."""
     for name in ("quickstart_distill", "distill_vits16"):
         load_recipe(name, {"teacher.source": "runs/l"}).check_teacher()
         load_recipe(name, {"teacher.distill": "none"}).check_teacher()

@@ -326,7 +326,6 @@ EVALUATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[tuple[str,
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_collectives_of_evaluations(name):
-    """And of reading metrics."""
     evaluate, expected = EVALUATIONS[name]
     with values_on_gpu() as collectives:
         evaluate(*labeled())

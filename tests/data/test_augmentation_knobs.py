@@ -76,7 +76,6 @@ def test_draws_are_those_of_dino_in_its_order(name):
     ],
 )
 def test_a_knob_replaces_its_part_of_the_preset(given, changes, tmp_path):
-    """And is the same after the recipe was written and read."""
     recipe = load_recipe(None, {f"crops.{name}": value for name, value in given.items()})
     assert MultiCrop.of(recipe).augmentation == recipe.crops.augmentation == replace(DINO, **changes)
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
@@ -157,7 +156,6 @@ def test_nonsense_is_refused_in_one_line(name, value, message):
 
 
 def test_colors_of_images_without_are_refused():
-    """A factor only scales what is left out anyway."""
     five = {"model.in_chans": "5"}
     with pytest.raises(ConfigError, match=r"crops\.grayscale 0\.2 has no effect on images of 5 channels"):
         load_recipe(None, {**five, "crops.grayscale": "0.2"})

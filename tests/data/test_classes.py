@@ -110,7 +110,6 @@ def test_parts_of_a_mixture_and_training_and_test_images(tmp_path, one, other):
 
 
 def test_two_classes_of_one_name_stay_two():
-    """As the cranes of ImageNet: by their place among those of the name."""
     assert join_classes([["crane", "dog", "crane"], ["crane", "crane"]])[0] == ["crane", "dog", "crane"]
     assert [numbers.tolist() for numbers in join_classes([["crane", "dog", "crane"], ["crane", "crane"]])[1]] == [
         [0, 1, 2, -1],

@@ -63,7 +63,6 @@ def test_an_animation_gives_its_first_frame():
 
 
 def test_content_of_other_formats_reaches_no_decoder():
-    """Whatever the file is called; Pillow's rarer decoders have had holes."""
     header = b"8BPS" + struct.pack(">H6xHIIHH", 1, 3, 8, 8, 8, 3) + bytes(12) + struct.pack(">H", 0)
     assert Image.open(io.BytesIO(header + bytes(192))).format == "PSD"
     with pytest.raises(UnreadableImage, match="not an image"):
@@ -81,9 +80,6 @@ def test_files_that_are_cut_are_unreadable(form):
         with pytest.raises(UnreadableImage) as caught:
             decode_rgb(data[:cut], "file", LIMIT)
         assert str(caught.value).startswith("file (") and "\n" not in str(caught.value)
-
-
-# crops
 
 
 @pytest.mark.parametrize("box,size", [((0, 0, 300, 200), 96), ((13, 7, 113, 90), 32), ((100, 50, 140, 95), 64)])
@@ -127,9 +123,6 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
     with pytest.raises(MemoryError):
         decode_rgb(data, "file", LIMIT)
-
-
-# metadata
 
 
 PHOTO = photo(48, 32)

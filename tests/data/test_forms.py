@@ -24,13 +24,7 @@ from dino_ds.errors import DataError
 from tests.data.files import encoded, members, photo, png, read, reds
 
 LONG = "dog/" + "long" * 40 + "/a b.png"
-TREE = {
-    "cat/1.png": 1,
-    "cat/deep/2.v2.png": 2,
-    "cat/é.png": 3,
-    LONG: 4,
-    "dog/3.png": 5,
-}
+TREE = {"cat/1.png": 1, "cat/deep/2.v2.png": 2, "cat/é.png": 3, LONG: 4, "dog/3.png": 5}
 HIDDEN = (".trash/7.png", "cat/.ipynb_checkpoints/1-checkpoint.png", "cat/._1.png", "lost+found/x.png")
 CLASSES = [0, 0, 0, 1, 1]
 
@@ -137,11 +131,7 @@ def test_every_form_gives_the_same_images(tree, form):
     assert getattr(source, "notes", []) == ([hidden] if form == "list" else [])
 
 
-# members of tar files
-
-
 def test_links_and_files_with_holes_are_counted(tmp_path):
-    """Nothing of them is read, whatever they lead to."""
     files = (
         ("a/0.png", tarfile.SYMTYPE, "../b/2.png"), ("a/1.png", 1), ("b/1.png", tarfile.LNKTYPE, "a/1.png"),
         ("c.png", tarfile.SYMTYPE, "/etc/passwd"), ("d", tarfile.SYMTYPE, "a"), ("e.png", tarfile.FIFOTYPE, ""),
@@ -173,7 +163,6 @@ def test_archives_joined_by_cat_are_one(tmp_path):
 
 
 def test_keys_with_dots_have_their_own_classes(tmp_path):
-    """scan.001.png has that of scan.001.cls; several images of a key have the key's."""
     files = [
         (f"scan.00{i}.{ending}", i if ending == "png" else b"%d" % (i % 2))
         for i in range(4)
@@ -199,11 +188,7 @@ def test_json_without_a_class_gives_no_labels(tmp_path):
     assert read(tar(tmp_path / "b.tar", *odd)).labels is None
 
 
-# what is left out, and what stands in a file's place
-
-
 def test_other_kinds_are_counted(tmp_path):
-    """Of any ending that is not known: in folders, tar shards and folders of shards."""
     names = [f"x{end}" for end in (".rw2", ".tar.gz", ".zip", ".xyz", "", ".json", ".txt")]
     for name in names:
         (tmp_path / "d").mkdir(exist_ok=True)
@@ -239,7 +224,6 @@ OTHERS = {
 
 
 def test_files_without_an_ending_are_images_by_their_content(tmp_path):
-    """In folders and tar shards, beside named ones; all others are left out, and said but for files about images."""
     files = {**WITHOUT_ENDING, **OTHERS, "a.png": WITHOUT_ENDING["PNG"]}
     (tmp_path / "d").mkdir()
     for name, data in files.items():
@@ -288,7 +272,6 @@ PLACEHOLDERS = {
 @pytest.mark.parametrize("said", PLACEHOLDERS)
 @pytest.mark.parametrize("ending", ["png", "tif", "tar", "parquet", "h5"])
 def test_what_stands_in_a_file_s_place_is_said(tmp_path, ending, said):
-    """A pointer or a page is as good as no file: in a folder, and instead of an archive."""
     path = tmp_path / f"x.{ending}"
     path.write_bytes(PLACEHOLDERS[said])
     archive = ending in ("tar", "parquet", "h5")

@@ -117,7 +117,6 @@ def test_what_is_no_set_of_images_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", [np.uint8, h5py.vlen_dtype(np.uint8), np.dtype("V9")])
 def test_claims_are_bounded_by_the_bytes_that_are_there(tmp_path, kind):
-    """A few kilobytes, whose images would never have ended, are refused at once."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         shape = (10**9, 8, 8) if kind is np.uint8 else (10**9,)
         dataset = file.create_dataset("x", shape, kind, chunks=(10**4, *shape[1:]), compression="gzip")
@@ -131,7 +130,6 @@ def test_claims_are_bounded_by_the_bytes_that_are_there(tmp_path, kind):
 
 
 def test_nothing_outside_the_file_is_read(tmp_path):
-    """External links and storage, virtual datasets, soft links on the way to them."""
     secret = written(tmp_path / "secret.h5", images=NOISE)
     (tmp_path / "raw").write_bytes(NOISE.tobytes())
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -160,7 +158,6 @@ def _read_all(source, pipe):
 
 
 def test_many_processes_read_at_once(tmp_path):
-    """Loader processes receive the path; a fork of a process that has read opens the file anew."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip")
     source = opened(tmp_path / "a.h5")

@@ -25,7 +25,6 @@ def _members(part: Part) -> set[str]:
 
 
 def test_no_image_is_on_both_sides_and_none_changes_sides(tmp_path):
-    """Whatever is added, and wherever the folder lies; each side can do what the whole source can."""
     roots = [image_folder(tmp_path / name, count, 2) for name, count in (("a", 60), ("b", 90))]
     wholes = [build_source("folder", str(root), "train", False) for root in roots]
     (train, held_out), (more, more_out) = (
@@ -41,7 +40,6 @@ def test_no_image_is_on_both_sides_and_none_changes_sides(tmp_path):
 
 
 def test_the_spelling_of_a_list_s_lines_holds_out_the_same_images(tmp_path):
-    """Relative, whole, with detours, through links, in a list that lies elsewhere, and after the folder has moved."""
     home = tmp_path / "home"
     (tmp_path / "link").symlink_to(home)
 
@@ -78,9 +76,6 @@ def test_training_does_not_see_what_is_held_out(tmp_path):
 def test_a_share_of_what_is_not_drawn_equally_often_is_refused(more, tmp_path):
     with pytest.raises(ConfigError, match=f"data.{next(iter(more))}: give eval.val_root"):
         training_images(DataSection(root=str(tmp_path), **more), 0.3)
-
-
-# one file, one side
 
 
 def _linked_files(link):
@@ -155,7 +150,6 @@ def _keys(*parts: Part) -> list[set[int]]:
 
 
 def test_all_names_of_a_file_are_on_its_side(named_twice, tmp_path):
-    """Whichever comes first, and on the side where it is without the others."""
     first, second, archives = named_twice
 
     def sides(*folders: Path) -> tuple[Part, Part]:

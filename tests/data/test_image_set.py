@@ -126,7 +126,6 @@ def _bmp(path, seed):
 
 @pytest.mark.parametrize("form", ["folder", "list", "tar"])
 def test_files_are_known_by_their_contents_in_every_form(tmp_path, form):
-    """The same below another folder; other images under the same names, in files of the same sizes, are others."""
     found = []
     for place, seed in (("a", 0), ("b", 0), ("c", 1)):
         folder = tmp_path / place

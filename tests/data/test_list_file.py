@@ -99,7 +99,6 @@ def test_a_line_without_an_end_is_cut(tmp_path):
     ],
 )
 def test_a_file_of_json_is_an_object_or_one_kind_of_error(make, problem, tmp_path):
-    """No file, whatever it holds, makes a reader wait or ends it with another error than it handles."""
     make(path := tmp_path / "x.json")
     if problem is None:
         assert read_object(path) == {"a": [1]}

@@ -118,7 +118,6 @@ def test_a_list_that_is_gone_is_said(cache, tmp_path):
 
 
 def test_the_order_is_that_of_whole_paths(cache, tmp_path):
-    """As `sorted` of all of them, whatever stands beside a folder's name."""
     wanted = ["cat-x/1.png", "cat.png", "cat/1.png", "cat/a/2.png", "cat/a.png", "cat/a-.png", "cat0.png", "é/1.png"]
     root = tree(tmp_path / "images", *wanted)
     assert members(ImageFolder(str(root))) == sorted(wanted)

@@ -111,7 +111,6 @@ def test_an_epoch_meets_each_image_once_and_drops_the_rest():
 
 @pytest.mark.parametrize("world,micro", [(2, 2), (4, 1), (1, 2)])
 def test_global_batches_do_not_depend_on_ranks_and_micro_batches(world, micro):
-    """Accumulated over micro-steps and put together over ranks: the same images, and in the same order."""
     expected = [batch.indices.tolist() for batch in batches(5)]
     per_step = GLOBAL // (world * micro)
     ranks = [batches(5 * per_step, micro, rank, world) for rank in range(world)]
@@ -161,7 +160,6 @@ def test_crops_differ_between_epochs_images_and_seeds(augment):
 @BOTH
 @pytest.mark.parametrize("consumed", [1, 5])
 def test_resuming_from_a_position_continues_the_straight_run(consumed, augment):
-    """Micro-batches of 4 in global batches of 8: also from the middle of a step, and over the epoch's end."""
     straight = batches(9, micro=4, augment=augment)
     position = Position()
     for _ in range(consumed):
@@ -174,7 +172,6 @@ def test_resuming_from_a_position_continues_the_straight_run(consumed, augment):
 
 
 def test_position_of_another_global_batch_still_fits():
-    """A run resumed with another batch size goes on where it stopped; sampler and position agree on the epoch's end."""
     start = Position(0, 10)
     [whole] = itertools.islice(ResumableSampler(IMAGES, LoaderOptions(global_batch=20, micro_batch=20), START), 1)
     sampler = iter(ResumableSampler(IMAGES, LoaderOptions(global_batch=4, micro_batch=4), start))
@@ -379,7 +376,6 @@ def _load_for_ever(pipe) -> None:
 
 @pytest.mark.slow
 def test_workers_end_when_the_run_is_killed():
-    """A rank that dies without a farewell leaves no process behind."""
     import psutil
 
     here, there = multiprocessing.Pipe()
@@ -394,7 +390,6 @@ def test_workers_end_when_the_run_is_killed():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_memory_that_runs_out_in_a_loader_is_no_unreadable_image(workers):
-    """It comes as what it is from a loader process too: another image would not fit either."""
     with pytest.raises(MemoryError) as raised:
         batches(3, workers=workers, source=Exhausting())
     assert is_out_of_memory(raised.value)

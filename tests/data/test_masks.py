@@ -119,7 +119,6 @@ def test_counts_of_the_exact_law_are_those_wanted_and_of_the_blocks_no_more(grid
 
 
 def test_rows_and_weights_are_the_reference_s():
-    """Equal to its recorded masks, to the last bit."""
     recorded = golden_v2("masks")
     names = [name.removesuffix(".indices") for name in recorded if name.endswith(".indices")]
     assert len(names) == 4
@@ -153,7 +152,6 @@ def by_image(some) -> dict[tuple[int, int], list[list[bool]]]:
 
 
 def test_an_image_has_its_mask_whoever_loads_it():
-    """Ranks, micro-batches, Pillow or the device, an image that can't be read, other local crops; not another seed."""
     alone = by_image(load(6))
     assert len({str(masks) for masks in alone.values()}) > 20  # of 48, of which a quarter has no masked crop
     assert any(first != second for first, second in alone.values())

@@ -143,7 +143,6 @@ def test_classes_of_one_name_are_one(root):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_repeats_of_an_image_have_crops_of_their_own(root, workers):
-    """Also through loader processes, which are not given what an epoch draws."""
     source = source_with(root, "mine=0.9,theirs=0.1")
     rows = {
         (name, int(index)): all_crops(batch.crops)[0][row].flatten().tolist()
@@ -200,7 +199,6 @@ def test_classes_are_drawn_equally_often(tmp_path):
 
 
 def test_clusters_come_from_a_file(tmp_path):
-    """Row i is image i, by its name; an empty cluster is never drawn, whatever else is refused."""
     folder, file = image_folder(tmp_path / "images", 12), tmp_path / "clusters.csv"
     rows = [f"{folder}/{i:03d}.png,0,{'' if i == 11 else min(i, 2)}" for i in range(12)]
 

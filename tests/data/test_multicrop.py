@@ -25,9 +25,6 @@ def multicrop(augment: str = "dino", num_local: int = 3) -> MultiCrop:
     return MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), num_local), augment)
 
 
-# sizes, scales, rates
-
-
 @pytest.mark.parametrize("size", [(500, 375), (700, 90)])
 @pytest.mark.slow
 def test_boxes_are_distributed_as_torchvisions(size):
@@ -47,9 +44,6 @@ def test_boxes_are_distributed_as_torchvisions(size):
     ):
         a, b = what(ours), what(theirs)
         assert abs(a.mean() - b.mean()) <= 5 * math.sqrt((a.var() + b.var()) / IMAGES) + 1e-9
-
-
-# pixels
 
 
 def reference_view(image: Image.Image, view: CropParameters, size: int) -> torch.Tensor:
@@ -94,9 +88,6 @@ def test_global_generators_are_neither_used_nor_moved():
     assert all(torch.equal(a, b) for a, b in zip(first, multicrop()(photo(), 5), strict=True))
 
 
-# evaluation, pictures
-
-
 @pytest.mark.parametrize(
     "width,height,size", [(500, 375, 224), (375, 500, 224), (300, 300, 96), (40, 40, 32), (61, 50, 32), (60, 60, 21)]
 )
@@ -130,7 +121,6 @@ OWN = Normalization((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
 
 
 def test_another_mean_and_deviation_change_crops_as_the_formula_says():
-    """Of training's crops and evaluation's; FP32's rounding."""
     groups = dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 2)
     own, usual = MultiCrop(groups, "dino", normalization=OWN), MultiCrop(groups, "dino")
     image = photo()

@@ -50,7 +50,6 @@ def test_plain_bytes_and_texts_as_labels(tmp_path):
 
 
 def test_labels_of_any_kind_of_whole_numbers_and_texts(tmp_path):
-    """What can't be classes is said; files after the first must have the same columns."""
     pyarrow = pytest.importorskip("pyarrow")
     for name, values, kind in (
         ("large", ["dog", "cat"], pyarrow.large_string()),

@@ -109,7 +109,6 @@ def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch
 
 @pytest.mark.parametrize("channels", [1, 5])
 def test_other_channels_than_rgb_keep_what_applies_to_them(channels):
-    """Flip, brightness, contrast, blur, solarize; the color operations that need RGB are left out."""
     some = crops(4, channels=channels)
     colors = (("saturation", 0.5), ("hue", 0.1))
     views = [replace(NOTHING, jitter=colors, gray=True), NOTHING, replace(NOTHING, jitter=(("contrast", 0.7),))]

@@ -71,7 +71,6 @@ def test_kernels_give_what_torch_s_operators_give(interpreted):
 @pytest.mark.parametrize("shape", [(1, 1), (4, 5), (40, 36)])
 @pytest.mark.slow
 def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
-    """Mirrored edges where the crop is smaller than the blur; a mean over several programs."""
     color = (("brightness", 1.3), ("contrast", 0.6))
     views = [replace(NOTHING, jitter=color, blur_radius=2.0, flip=True)]
     some = torch.randint(256, (1, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -95,7 +94,6 @@ def test_other_channels_and_float_crops(interpreted, channels):
 
 @pytest.mark.slow
 def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(interpreted):
-    """On a GPU the kernels are compared with torch's operators before they are used."""
     arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))
     assert photometric.kernel_difference(interpreted, *arguments) < 1e-5
 

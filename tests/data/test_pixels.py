@@ -136,7 +136,6 @@ def trained(source: Files | Arrays, deep: bool, channels: int) -> list[torch.Ten
 
 @pytest.mark.parametrize(("kind", "orientation"), sampled(itertools.product(KINDS, STORED)))
 def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
-    """Training uncut, in a box of its own size and in its drawn boxes; evaluations and embed; look-data; `load`."""
     channels, deep = 6 if "6 bands" in kind else 3, "16 bits" in kind or "6 bands" in kind
     value_range = RANGE if deep else None
     data = KINDS[kind](orientation)
@@ -167,7 +166,6 @@ def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
 
 @pytest.mark.parametrize("orientation", STORED)
 def test_jpegs_decoded_smaller_are_turned_as_whole_ones(orientation):
-    """A large photograph is decoded at a half, a quarter or an eighth of its size, and its boxes are the upright's."""
     upright = photo(40, 25).resize((320, 200), Image.Resampling.BICUBIC)
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](np.asarray(upright))))
     data, plain = (encoded(stored, "JPEG", quality=95, **how) for how in ({"exif": exif(orientation)}, {}))
@@ -185,7 +183,6 @@ def test_jpegs_decoded_smaller_are_turned_as_whole_ones(orientation):
 
 
 def test_numbers_of_which_zero_is_white_are_inverted_or_refused():
-    """Of 8 and 16 bits alike; of others nothing says which number is black."""
     shallow, deep = (EncodedImage(KINDS[kind](1), "file", None) for kind in KINDS if "white first" in kind)
     np.testing.assert_array_equal(deep.values(), DEEP_GRAY)
     np.testing.assert_array_equal(shallow.decode()[:, :, 0], GRAY)
@@ -194,8 +191,6 @@ def test_numbers_of_which_zero_is_white_are_inverted_or_refused():
         with pytest.raises(UnreadableImage, match=f"{values.dtype} values of which 0 is white: save them so that 0"):
             EncodedImage(data, "file", None).values()
 
-
-# Pillow's images of a class of the user's
 
 SHOWN = {
     "RGB": RGB,
@@ -216,7 +211,6 @@ def of_mode(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize("mode", SHOWN)
 def test_pillow_s_images_of_a_class_are_read_as_files_of_their_mode(mode):
-    """By training and evaluations: numbers of other color spaces and of palettes are never taken for RGB."""
     source, expected = Arrays(of_mode(mode)), np.asarray(SHOWN[mode])
     for found in (open_image(source, 0, None).decode(), load_image(source, 0, None)):
         np.testing.assert_array_equal(np.asarray(found), expected)

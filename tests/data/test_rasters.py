@@ -76,7 +76,6 @@ def test_every_layout_gives_the_bands_last(layout):
 
 @pytest.mark.parametrize("kind", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"])
 def test_numbers_of_every_type_are_kept(kind):
-    """Negative ones and the largest ones too, of six bands, of three and of one, which Pillow has no types for."""
     values = (BANDS % 120).astype(kind) - np.dtype(kind).type(60)  # unsigned ones wrap
     rgb = {"photometric": "rgb", "byteorder": ">", "compression": "lzw"}
     planes = np.ascontiguousarray(np.moveaxis(values[..., :3], -1, 0))
@@ -127,7 +126,6 @@ def test_pages_are_bands_only_where_so_many_are_wanted():
 
 
 def test_sizes_are_checked_before_memory_is_taken():
-    """Three channels count as one image; a tile has a size of its own, and cut files are not filled up."""
     assert refused(LAYOUTS["interleaved"], max_pixels=3839) == (
         "48 x 40 pixels of 6 channels, at most 3839 of 3: 1919 of 6 are read (in training data.max_pixels)"
     )
@@ -169,9 +167,6 @@ def test_a_missing_codec_is_named(monkeypatch):
         with_image_settings(load_recipe(None, {}), Files(LAYOUTS["interleaved LZW tiles"]))
 
 
-# channels
-
-
 GRAY = (np.arange(40 * 48).reshape(40, 48) * 2 + 1).astype(np.uint16)
 SHALLOW = np.asarray(photo(48, 40))
 FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
@@ -199,7 +194,6 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
     ],
 )
 def test_files_have_the_channels_that_fit(data, wanted, channels):
-    """Nothing is dropped: what is not RGB or gray has the channels that it stores."""
     image = EncodedImage(data, "file", None, (0, 65535), wanted)
     assert image.channels == channels and image.decode().shape == (40, 48, channels)
 
@@ -213,9 +207,6 @@ def test_pictures_of_bands_are_stretched_and_rgb_is_as_it_is():
     assert torch.equal(visible(pixels / 2, like=pixels).max(), visible(pixels / 2, pixels).max()) and shown.max() == 1
     assert torch.equal(visible(pixels[:3]), pixels[:3])
     assert torch.equal(visible(torch.full((1, 4, 4), 0.25)), torch.full((3, 4, 4), 0.25))
-
-
-# DICOM
 
 
 def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: object) -> bytes:
@@ -302,7 +293,6 @@ CT = {"RescaleSlope": 2, "RescaleIntercept": -1024}
 )
 @pytest.mark.parametrize("head", ["whole", "no preamble", "no header", "no header, implicit"])
 def test_rescaling_is_found_wherever_it_may_stand(tags, slope, intercept, head):
-    """Numbers without a value are none; windows never change what is read."""
     pydicom = pytest.importorskip("pydicom")
     data = dicom(GRAY, **tags)
     if head == "no preamble":
@@ -333,7 +323,6 @@ ONE_BIT = {
     ],
 )
 def test_fewer_bits_than_8_span_0_to_255(data, expected):
-    """As Pillow gives those of PNG and of gray TIFF: 8-bit images always do."""
     channels = expected.size // BITS.size
     found = EncodedImage(data, "file", None, channels=channels)
     assert not found.deep

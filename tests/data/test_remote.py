@@ -246,7 +246,6 @@ def test_row_groups_of_a_batch_come_together_and_once(server, folder):
     ids=["status", "throttled", "drop", "cut", "several", "no answer"],
 )
 def test_faults_that_pass_change_nothing(server, folder, faults, seconds, monkeypatch):
-    """Also a server that asks for a second, and one that gives no answer within one."""
     monkeypatch.setattr("dino_ds.data.remote_request._REQUEST_SECONDS", 1.0)
     local, remote = read(folder / "set"), read(f"{server.url}/set")
     server.faults, server.retry_after = [*faults], "1" if 429 in faults else "0"
@@ -265,7 +264,6 @@ def test_a_server_that_dies_and_returns_changes_nothing(server, folder):
 
 
 def test_two_ranks_whose_server_is_killed_and_returns_learn_as_from_a_copy(tmp_path):
-    """A process that is killed in the middle of training, and another one on its port three seconds later."""
     images = sorted(image_folder(tmp_path / "images", 32).iterdir())
     for shard in range(4):
         content = {path.name: path.read_bytes() for path in images[shard::4]}

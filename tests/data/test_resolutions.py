@@ -60,7 +60,6 @@ def by_image(found: list[LoaderBatch]) -> dict[tuple[int, int], list[torch.Tenso
 
 @pytest.mark.slow
 def test_ranks_micro_batches_and_workers_share_out_what_one_process_has():
-    """Sizes, crops and masks: 2 ranks x 2 micro-batches of 2, one of the ranks with a loader process."""
     whole = batches(5)
     assert len({side(batch) for batch in whole}) > 1
     shared = [batches(10, 2, rank, 2, workers=rank) for rank in (0, 1)]
@@ -75,7 +74,6 @@ def test_ranks_micro_batches_and_workers_share_out_what_one_process_has():
 
 
 def test_a_resume_inside_an_epoch_gives_the_same_sizes():
-    """4 steps an epoch; also where a restart of loader processes falls into the middle of a step."""
     straight = [side(batch) for batch in batches(9)]
     position = Position()
     for done in range(6):
@@ -107,7 +105,6 @@ def test_the_shares_come_out_over_many_steps():
 
 
 def test_groups_are_those_of_the_largest():
-    """What memory must hold: of most pixels over all crops of an image, those of the Gram teacher too."""
     recipe = recipe_of()
     assert crop_sizes(recipe.groups) == [64, 64, 32, 32]
     assert crop_sizes(recipe.groups_of(recipe.resolutions[0])) == [32, 32, 16, 16]
@@ -152,7 +149,6 @@ GROUPS = (*CROPS.groups, GRAM)
 @pytest.mark.slow
 @BOTH
 def test_a_third_group_reaches_the_device_by_its_name(augment):
-    """The other groups' crops are those of a run without it."""
     batches = []
     for groups in (GROUPS, GROUPS[:2]):
         crops = MultiCrop(groups, "low_res")

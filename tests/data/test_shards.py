@@ -59,9 +59,6 @@ def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
             read(root)
 
 
-# labels
-
-
 def test_labels_come_from_cls_members(tmp_path):
     files = {"x/a.png": png(1), "x/a.cls": b"10", "x/b.png": png(2), "x/b.cls": b"9\n", "x/c.png": png(3)}
     source = read(pack(tmp_path / "a.tar", files))
@@ -78,9 +75,6 @@ def test_labels_come_from_folders_where_there_is_no_cls(tmp_path):
     source = read(tmp_path / "s")
     assert source.labels == [1, 0, 1] and source.classes == ["cat", "dog"]
     assert read(pack(tmp_path / "flat.tar", {"1.png": png(1), "2.png": png(2)})).labels is None
-
-
-# the index
 
 
 def count_walks(monkeypatch) -> list[str]:
@@ -104,7 +98,6 @@ def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
 
 
 def test_handles_are_safe_in_other_processes(tmp_path):
-    """The parent's handle is open and in use when the children read through it."""
     pack(tmp_path / "0.tar", {f"{i:03d}.png": png(i) for i in range(100)})
     source = read(tmp_path / "0.tar")
     source.load(0)
@@ -113,9 +106,6 @@ def test_handles_are_safe_in_other_processes(tmp_path):
         mine = reds(source)
         assert results.get(timeout=300) == [mine] * 4
     assert mine == list(range(100))
-
-
-# bad input
 
 
 def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):

@@ -31,9 +31,6 @@ def save(path: Path, color: tuple[int, int, int] = ORANGE, size: tuple[int, int]
     return path
 
 
-# folder
-
-
 def test_class_folders_give_labels_in_sorted_order(tmp_path):
     for name in ("dog/2.png", "cat/1.png", "cat/deep/er/0.PNG", "dog/10.jpeg"):
         save(tmp_path / name)
@@ -99,11 +96,7 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-# photos
-
-
 def test_train_and_test_patches_share_no_pixel(monkeypatch):
-    """Each patch of a photo whose pixels tell their column stays inside its part of the width."""
     from dino_ds.data import mixture as photos
 
     columns = np.broadcast_to((np.arange(200) * 255 // 199).astype(np.uint8), (256, 200))
@@ -122,9 +115,6 @@ def test_every_photo_is_in_the_notice_and_all_are_small():
     notice = (here / "NOTICE.md").read_text()
     assert [file.name for file in files if f"| {file.name} |" not in notice] == []
     assert sum(file.stat().st_size for file in files) < 400_000
-
-
-# by name
 
 
 def test_unknown_source_and_missing_root():
@@ -198,9 +188,6 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
 def test_the_recipe_knows_these_sources():
     """The schema names them without importing torchvision."""
     assert set(SOURCES) == {"folder", "photos", *mixture.TORCHVISION_SETS}
-
-
-# classes of users
 
 
 DOCS = Path(__file__).parent.parent.parent / "docs/data.md"

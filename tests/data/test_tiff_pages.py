@@ -105,7 +105,6 @@ def test_a_page_that_may_be_a_thumbnail_is_not_taken_for_the_image(color, layout
 @pytest.mark.parametrize("kind", [{"imagej": True}, {"ome": True}, {"shaped": True}])
 @pytest.mark.parametrize("axes", ["ZYX", "TYX", "CYX"])
 def test_slices_and_frames_are_no_bands(kind, axes):
-    """Three pages of a file for three channels: its description tells which they are."""
     stream = io.BytesIO()
     tifffile.imwrite(stream, np.stack([GRAY] * 3), photometric="minisblack", metadata={"axes": axes}, **kind)
     found = read(stream.getvalue())
@@ -135,8 +134,6 @@ def test_three_gray_pages_are_not_taken_for_colors_without_a_word(metadata, said
     note = "1 images looked at have three gray pages, which are taken as three channels, such as files/0.png: slices"
     assert [text[: len(note)] for text in notes] == [note] * said
 
-
-# further channels
 
 VARIED = np.random.default_rng(1).integers(0, 256, (48, 64), dtype=np.uint8)
 EDGES = np.where(VARIED < 20, VARIED, np.where(VARIED < 120, 0, 255)).astype(np.uint8)
@@ -168,7 +165,6 @@ FORMS = ["TIFF", "TIFF of 16 bits", "TIFF, premultiplied", "PNG", "PNG of 16 bit
 
 @pytest.mark.parametrize(("form", "alpha"), sampled(itertools.product(FORMS, ALPHAS)))
 def test_a_channel_that_is_called_alpha_is_asked_about_where_it_looks_like_an_image(form, alpha):
-    """Otherwise it is laid on white; with in_chans 4 all four are taken as they are stored."""
     values, said = ALPHAS[alpha]
     data, white = with_alpha(form, values, RGB), 65535 if "16" in form else 255
     found = read(data)

@@ -44,9 +44,6 @@ def decoded(data: bytes, value_range: ValueRange | None, name: str = "file") -> 
     return EncodedImage(data, name, 10**7, value_range).decode()
 
 
-# files
-
-
 @pytest.mark.parametrize("values", [GRAY, RGB])
 def test_pngs_and_jpeg2000_keep_every_value(values):
     """Pillow alone gives the high byte of 16-bit RGB."""
@@ -80,9 +77,6 @@ def test_what_would_be_squeezed_is_refused():
             decode_rgb(data, "file", None)
 
 
-# scaling
-
-
 def test_values_are_scaled_exactly_or_named():
     np.testing.assert_allclose(to_unit(SIGNED, (-32768, 32767), "x"), (SIGNED + 32768.0) / 65535, atol=1e-7)
     far = np.array([[2**30, 2**30 + 50, 2**30 + 100]])
@@ -99,9 +93,6 @@ def test_values_are_scaled_exactly_or_named():
             to_unit(values, range_, "x")
     with pytest.raises(UnreadableImage, match="NaN"):
         decoded(tiff(np.where(FLOAT > 1, np.float32("nan"), FLOAT)), (-9, 9))
-
-
-# crops
 
 
 def test_evaluations_crop_deep_images_as_those_of_8_bits():
@@ -139,9 +130,6 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
         assert levels.abs().mean() <= 1
 
 
-# the choice of a range
-
-
 @pytest.mark.parametrize(
     ("types", "low", "high", "chosen"),
     [
@@ -176,7 +164,6 @@ def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, ch
 
 
 def test_images_that_a_range_does_not_fit_are_counted_and_one_is_named():
-    """Neither those that use some of it, nor those of one value."""
     dark, blank = ImageValues("dark.tif", "float32", 0, 1), ImageValues("blank.tif", "uint16", 7, 7)
     good, bright = (ImageValues(f"{high}.png", "uint16", 0, high) for high in (3000, 5000))
     skipped, faint = find_misfits([good, bright, dark, blank, dark], (0, 4095))

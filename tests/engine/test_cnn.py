@@ -174,7 +174,6 @@ def _rules():
 
 
 def test_rules_of_the_teacher_s_batch_norm():
-    """As its docstring says: by its own batch, by the student's averages, by those of the beginning."""
     (rules,) = run_on_ranks(_rules, world=1)
     for rule, ((four, two), start, end, _) in rules.items():
         alone = torch.allclose(four[:2], two, rtol=0, atol=1e-6)

@@ -122,7 +122,6 @@ def test_micro_batches_equal_one_batch(centering):
     ids=["iBOT alone, no local crops, registers", "one head, KoLeo ramp"],
 )  # fmt: skip
 def test_variants_train_at_stage_3(changes):
-    """Two steps of losses above 0, and every weight that should move does."""
     run_on_ranks(_moves, changes)
 
 

@@ -91,11 +91,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage"),
-    [*sampled(itertools.product(list(LAYOUTS)[:3], (1, 2))), ("offload-all", 3), ("sub-groups", 3)],
+    ("layout", "stage"), [*sampled(itertools.product(list(LAYOUTS)[:3], (1, 2))), ("offload-all", 3), ("sub-groups", 3)]
 )
 def test_teacher_follows_the_masters_of_every_layout(stage, layout):
-    """DeepSpeed keeps the masters in another place or order with each of these; the EMA must find them."""
     for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(LAYOUTS[layout])):
         assert ema_error < 1e-7
         assert losses == pytest.approx(reference("bf16")[0], rel=1e-2)

@@ -103,7 +103,6 @@ def _names_of_muon(network):
 
 
 def test_matrices_of_backbone_and_head_alone():
-    """Neither the patch embedding nor tokens, positions, prototypes, biases and norms."""
     of_block = {f"attn.{part}.weight" for part in ("qkv", "proj")} | {"mlp.fc1.weight", "mlp.fc2.weight"}
     expected = {f"backbone.blocks.{i}.{name}" for i in (0, 1) for name in of_block}
     assert _names_of_muon(tiny_network()) == expected | {f"head.mlp.{i}.weight" for i in (0, 2, 4)}

@@ -67,7 +67,6 @@ def _teacher_at_the_start(recipe: Recipe, stage: int, precision: str, **sections
 
 @pytest.mark.parametrize("backbone", ["vit_small_patch16_224", "vit_giant_patch14_reg4_dinov2"])
 def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
-    """Bit for bit, and the random numbers that follow are the same."""
     size = {"model.patch_size": "8", "model.depth": "3", "model.width": "96", "model.heads": "3"}
     recipe = load_recipe("vits16", TWIN | size | {"model.backbone": backbone})
     pieces, after = build_network(recipe, PerformanceOptions()), torch.rand(1)

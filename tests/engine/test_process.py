@@ -27,7 +27,6 @@ def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch):
 
 
 def test_deepspeed_warns_elsewhere_than_on_standard_output(capsys):
-    """ZeRO 3 warns in a step whenever a GPU's memory gets tight."""
     from deepspeed.utils import logger
 
     _quiet_deepspeed()

@@ -85,7 +85,6 @@ def test_cosines_are_dinov2_s():
 
 
 def test_what_is_decayed():
-    """Matrices, tokens and positions; neither biases nor what has one dimension."""
     shapes = {"norm.weight": (4,), "fc.bias": (4,), "fc.weight": (4, 4), "pos_embed": (1, 5, 4)}
     groups = {name: _group_of(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()}
     assert groups == {"norm.weight": NO_DECAY, "fc.bias": NO_DECAY, "fc.weight": DECAY, "pos_embed": DECAY}

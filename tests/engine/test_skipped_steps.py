@@ -114,8 +114,7 @@ NAN_CELLS = [
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "kind", "sections"),
-    sampled(NAN_CELLS, lambda cell: (cell[0], cell[2], [*cell[3]])),
+    ("stage", "precision", "kind", "sections"), sampled(NAN_CELLS, lambda cell: (cell[0], cell[2], [*cell[3]]))
 )
 def test_nan_on_one_rank_skips_on_all_and_leaves_no_trace(stage, precision, kind, sections):
     """The run after the bad window equals a run that never met it, bit for bit, momentum included."""

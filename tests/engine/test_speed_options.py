@@ -80,7 +80,6 @@ def _teacher(stage: int, copy: bool) -> tuple[dict[str, torch.Tensor], list[floa
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 1)])
 def test_a_teacher_with_its_matrices_in_bf16_is_the_same_to_the_bit(stage: int, world: int):
-    """It is the same after its weights were loaded, too."""
     for plain, cast in zip(*(run_on_ranks(_teacher, stage, copy, world=world) for copy in (False, True)), strict=True):
         assert plain[1] == cast[1]
         assert all(torch.equal(plain[0][name], cast[0][name]) for name in plain[0])

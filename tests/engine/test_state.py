@@ -178,7 +178,6 @@ UNCHANGED += [Setup(0, kind="muon"), Setup(2, "bf16", kind="muon"), Setup(3, "fp
 
 @pytest.mark.parametrize("setup", sampled(UNCHANGED, Setup.features), ids=str)
 def test_unchanged_settings_go_on_to_the_bit(setup):
-    """Every later loss, master, moment, teacher weight and loss scale."""
     saved, losses, ended = straight(setup)
     loaded, resumed_losses, resumed_end = resume(setup, saved)
     assert loaded.layouts == saved.layouts
@@ -258,7 +257,6 @@ def _left_when_dropped(setup):
 
 @pytest.mark.parametrize("setup", [BF16_OPTIMIZER, Setup(3)], ids=str)
 def test_nothing_of_an_engine_is_left_when_it_is_dropped(setup):
-    """No weight, master or moment: between stages of training, and between trials of sizes."""
     assert run_on_ranks(_left_when_dropped, setup) == [0, 0]
 
 
@@ -290,7 +288,6 @@ def _refused(setup, saved, network):
     ids=str,
 )
 def test_a_state_of_another_network_or_optimizer_is_refused(setup, prototypes, message):
-    """On all ranks, and nothing of it has moved the weights."""
     saved, _, _ = straight(Setup(2))
     found = run_on_ranks(_refused, setup, saved, tiny_network(prototypes=prototypes))
     assert found == [(message, True)] * 2

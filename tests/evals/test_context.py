@@ -72,7 +72,6 @@ def test_what_does_not_fit_is_said_before_anything_is_computed(train, test, word
 
 
 def test_what_needs_no_labels():
-    """The test images, else the training images, labels or not."""
     unlabeled = _Images(None, None)
     unlabeled.labels, unlabeled.__class__ = None, _Unlabeled
     context = _context(unlabeled, None)

@@ -161,8 +161,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "size"),
-    [("paris", lambda root: landmarks(root, "rparis6k"), 64), ("davis", clips, 64)],
+    ("name", "make", "size"), [("paris", lambda root: landmarks(root, "rparis6k"), 64), ("davis", clips, 64)]
 )
 def test_two_ranks_give_what_one_gives(name, make, size, tmp_path):
     """Of every benchmark; three clips on two ranks are unequal shares."""

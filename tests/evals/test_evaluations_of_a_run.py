@@ -78,7 +78,6 @@ def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
 
 
 def test_whoever_gives_up_keeps_nothing(sources):
-    """At any question: between the evaluations, between the batches of one, in a fit."""
     questions = []
     assert _evaluate(_runner(sources), 0, lambda: bool(questions.append(1))) is not None
     assert len(questions) > 20
@@ -153,7 +152,6 @@ def test_values_are_kept_for_the_same_images_and_settings_alone(sources, tmp_pat
 
 
 def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypatch):
-    """Those of a small run stay in memory, so that no loader process starts for a second evaluation."""
     runner, reads = _runner(sources), []
     load = features_module.load_batches
     monkeypatch.setattr(features_module, "load_batches", lambda *a, **k: (reads.append(1), load(*a, **k))[1])
@@ -168,7 +166,6 @@ def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypa
 
 
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
-    """With what to try; none where nothing was evaluated."""
     knn = Knn()
     assert knn.warning() is None
     knn.see(3, 24.0, 24.0)

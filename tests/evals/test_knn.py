@@ -50,7 +50,6 @@ def test_equals_the_reference_protocol(k):
 
 @pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 6), (65536, 512, 2)])
 def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query_rows, k):
-    """Blocks with a ragged end, fewer rows in a block than neighbors are wanted, groups with columns left over."""
     generator = torch.Generator().manual_seed(1)
     bank, queries = torch.randn(230, 5, generator=generator), torch.randn(75, 5, generator=generator)
     slow = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).sort(dim=1, descending=True)
@@ -69,7 +68,6 @@ def _ranks_knn():
 
 
 def test_ranks_share_the_queries():
-    """31 queries on 2 ranks: each counts its own, both know the sum."""
     assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
@@ -106,15 +104,12 @@ def _extract():
 
 
 def test_ranks_share_the_work_and_see_all_rows_in_order():
-    """11 images on 2 ranks: shares of 6 and 5."""
     expected = [(float(i), i % 3) for i in range(11)]
     assert _extract() == expected
     assert run_on_ranks(_extract) == [expected, expected]
 
 
 def test_what_is_drawn_inside_is_not_missing_afterwards():
-    """Also where it ends with an error."""
-
     def draw():
         return random.random(), np.random.random(), float(torch.rand(()))
 

@@ -91,7 +91,6 @@ def test_a_fit_is_given_up_by_all_ranks_at_the_same_look():
 
 
 def test_one_image_is_fitted_too():
-    """Nothing is left to choose a regularisation on: its class is found nevertheless."""
     features, labels = _problem(1)
     assert fit_linear(features, labels, 4).accuracy(features, labels) == 100
 

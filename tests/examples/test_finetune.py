@@ -103,7 +103,6 @@ def test_masks_are_learned_and_drawn(place, tmp_path, capsys, more):
 
 
 def test_images_are_read_as_the_teacher_saw_them(tmp_path):
-    """Turned as their EXIF says; those deeper than 8 bits are refused and not cut off."""
     image = Image.new("RGB", (40, 30))
     image.getexif()[0x0112] = 6
     image.save(tmp_path / "turned.jpg", exif=image.getexif())
@@ -116,7 +115,6 @@ def test_images_are_read_as_the_teacher_saw_them(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [_classify, _segment])
 def test_broken_images_are_left_out_and_test_images_choose_no_epoch(place, tmp_path, capsys, program):
-    """Both programs: what is chosen is the same with other test images."""
     for part in ("train", "test"):
         for folder in ("box", f"../masked/{part}/images"):
             (place / part / folder / "broken.png").write_bytes(b"broken")

@@ -107,7 +107,6 @@ def _take(run: Path, start: multiprocessing.synchronize.Barrier, results: multip
 
 @pytest.mark.slow
 def test_of_several_starts_at_the_same_moment_exactly_one_wins(tmp_path):
-    """A folder that is not there yet, and one with the lock of a dead process, many times over."""
     context = multiprocessing.get_context("fork")
     for i in range(4):
         run = tmp_path / f"run{i}"

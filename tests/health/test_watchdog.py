@@ -182,10 +182,7 @@ def test_an_exit_or_an_interrupt_in_the_middle_of_a_run_is_no_good_end(world, he
     [
         ("by SIGKILL", "rank 1 died by SIGKILL at step 7 (data), most often because memory has run out"),
         ("by SIGSEGV", "rank 1 died by SIGSEGV at step 7 (data)"),
-        (
-            "with exit code 0",
-            "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has",
-        ),
+        ("with exit code 0", "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has"),
         ("", "rank 1 died at step 7 (data); how was not seen: killed, most often because memory has run out, or ended"),
     ],
 )
@@ -211,11 +208,7 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
             time.sleep(float(sys.argv[4]))
         """
     )
-    cases = {
-        ("0", "0", "3"): (0, 0),
-        ("3", "17", "0"): (0, 0),
-        ("1", "0", "600"): (6, 1),
-    }
+    cases = {("0", "0", "3"): (0, 0), ("3", "17", "0"): (0, 0), ("1", "0", "600"): (6, 1)}
     commands = [[sys.executable, "-c", code, str(tmp_path), *words] for words in cases]
     all_at_once = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for process, (code, times) in zip(all_at_once, cases.values(), strict=True):

@@ -108,7 +108,6 @@ def place(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("made", "command"), CELLS, indirect=["made"])
 def test_only_what_is_typed_is_imported(place, command):
-    """With --allow_code the command does what it does for other runs, or calls `train`."""
     words = COMMANDS[command].split()
     with mock.patch("dino_ds.train.train") as train:
         code, lines = _command(words)

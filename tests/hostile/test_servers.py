@@ -60,7 +60,6 @@ OBJECTS = {
 
 @pytest.mark.parametrize(("what", "answer"), sampled(itertools.product(OBJECTS, HOSTILE)))
 def test_an_answer_takes_no_more_than_was_asked(server, what, answer):
-    """All sets have the images that a good server gives, or are refused; also what fails while images are read."""
     root, path = OBJECTS[what]
 
     def work():
@@ -122,7 +121,6 @@ DONE_WITHOUT = {"an index": (404, 410, *FINAL), "names of classes": (*MISSING, *
 
 @pytest.mark.parametrize(("what", "status"), sampled(itertools.product(OBJECTS, (*MISSING, *FINAL, 429, 500, 503))))
 def test_every_status_of_every_object_is_answered_in_a_line(server, what, status):
-    """A set does without what may be missing; where it is forbidden instead, that is said."""
     root, path = OBJECTS[what]
     server.always[f"/{path}"] = status
     notes = list[str]()
@@ -141,7 +139,6 @@ def test_every_status_of_every_object_is_answered_in_a_line(server, what, status
 
 @pytest.mark.parametrize("name", ["brackets[1].tar", "a{b,c}.tar", "a{0..1}.tar", "star*.tar", "[a].tar/0.tar"])
 def test_a_name_that_looks_like_a_pattern_is_that_file(server, name):
-    """On a disk and on a server, alone, among others and beside what the pattern stands for."""
     folder = server.folder / "odd"
     pack(folder / name, {"0.png": png(7)})
     for other in ("brackets1.tar", "ab.tar", "a0.tar", "a1.tar", "start.tar"):
@@ -158,7 +155,6 @@ def test_a_name_that_looks_like_a_pattern_is_that_file(server, name):
     "line", ["ftp://x/y.png", "file:///x/y.png", "S3://b/y.png", "hdfs://x/y.png", "gopher://y.png"]
 )
 def test_a_scheme_that_nothing_reads_is_refused_at_the_start(tmp_path, line):
-    """In a list, as a root of any kind and in a mixture."""
     (tmp_path / "list.txt").write_text(f"a.png\n{line}\n")
     (tmp_path / "a.png").write_bytes(png(1))
     assert "line 2 of" in (said := raised_by(lambda: open_files(str(tmp_path / "list.txt")), UserError))

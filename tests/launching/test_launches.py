@@ -89,8 +89,6 @@ def _equal(run: Path, other: Path) -> None:
     ],
 )
 def test_a_script_of_one_machine_goes_on_after_a_rank_is_killed(script, ranks, restarts, checkout, straight):
-    """By itself, or when it is started again."""
-
     def start() -> subprocess.Popen:
         command, told = ["sh", checkout / "launch" / script], environment()
         if script != "torchrun.sh":

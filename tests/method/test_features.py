@@ -33,7 +33,6 @@ def test_mean_of_one_less_the_cosine(shape):
 
 
 def test_a_map_of_another_grid_is_resized():
-    """To torch's bicubic numbers, rows and columns in their places."""
     student, teacher = torch.randn(2, 36, 5), torch.randn(2, 16, 5)
     maps = teacher.transpose(1, 2).unflatten(2, (4, 4))
     wanted = F.interpolate(maps, (6, 6), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)

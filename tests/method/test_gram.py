@@ -42,7 +42,6 @@ def _term(student, teacher):
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_loss_and_gradient_are_the_reference_s(monkeypatch, piece):
-    """The teacher's patches are resized from 6 x 6 to 4 x 4 on the way."""
     monkeypatch.setitem(gram._PIECE, "cpu", piece)
     recorded = golden_v2("gram")
     loss, grad = _term(recorded["student"], recorded["teacher_high"])
@@ -82,7 +81,6 @@ def test_of_another_width_and_many_images_in_pieces(monkeypatch):
 
 
 def test_images_add_up():
-    """The mean of two micro-batches is the loss of both."""
     torch.manual_seed(0)
     student, teacher = torch.randn(4, 16, 8), torch.randn(4, 16, 8)
     loss, grad = _term(student, teacher)

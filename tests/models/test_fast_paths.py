@@ -110,7 +110,6 @@ def _kernels_of_a_gpu():
     ),
 )
 def test_they_change_nothing(arch, depth, patches, way, monkeypatch):
-    """Values and gradients, against what all have by default; recomputed blocks to the bit."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _each_sequence)
     vit = _model(arch, stochastic_depth=depth, **WAYS[way])
     vit.checkpoint_segments(None if way == "recomputed" else 0)
@@ -161,7 +160,6 @@ def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch
 
 
 def test_frozen_scales_are_fused_too():
-    """The parts that are trained have the gradients that they have without."""
     found = []
     for context in (nullcontext(), _kernels_of_a_gpu()):
         model = _model("rotary", stochastic_depth="batched")

@@ -28,7 +28,6 @@ class TestLaws:
     the range at the median."""
 
     def test_factors(self):
-        """They are uniform in the logarithm."""
         recorded = golden_v2_meta()["rope"]["rescale_coords=2"]["log_quantiles"]
         logarithms = positions.stretches(positions._draws(step_key(0, 7), 1, 4000, CPU)[0], 2.0).log()
         assert logarithms.shape == (4000, 1) and logarithms.abs().max() <= math.log(2) + 1e-6
@@ -64,7 +63,6 @@ class TestRotation:
         return projected, angles, [torch.stack((a.cos(), a.sin())) for a in angles]
 
     def test_fp32_inside(self):
-        """The result in bf16 is that in FP32, rounded once."""
         projected, _, tables = self._case(3, torch.bfloat16)
         exact = positions.rotate(projected.float(), self.groups, tables, (2, 3), self.heads).bfloat16()
         assert torch.equal(positions.rotate(projected.clone(), self.groups, tables, (2, 3), self.heads), exact)

@@ -65,13 +65,7 @@ def test_adapters_are_the_same_added_to_the_weights(spec, layers):
                 torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4 * float(wanted.detach().abs().max()))
 
 
-@pytest.mark.parametrize(
-    ("what", "trained"),
-    [
-        ("last 1 block", {"blocks.1", "norm"}),
-        ("norms_and_biases", None),
-    ],
-)
+@pytest.mark.parametrize(("what", "trained"), [("last 1 block", {"blocks.1", "norm"}), ("norms_and_biases", None)])
 def test_which_weights_are_trained(what, trained):
     """The last blocks with all that follows them; or what has one dimension, and what no features depend on."""
     backbone = build_backbone(SWIGLU, 32, BackboneOptions(mask_token=True))
@@ -84,7 +78,6 @@ def test_which_weights_are_trained(what, trained):
 
 
 def test_adapters_draw_nothing_from_the_random_numbers_of_others():
-    """A follows from the seed and its layer's name alone, and differs from layer to layer; B is 0 at first."""
     (_, one), state = _adapted(SWIGLU), torch.random.get_rng_state()
     adapters = {n: t for n, t in adapters_in(one.state_dict()).items() if n.endswith("lora_a") and t.shape == (4, 32)}
     torch.manual_seed(5)

@@ -21,7 +21,6 @@ SOURCES = ("arXiv", "dino", "LightlyTrain", "docs/", "rule of thumb", "released 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8, 64])
 def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
-    """And each value is the recipe's: crops, learning rate, length."""
     for images, side, channels in itertools.product(COUNTS[::3], (8, 32, 95, 96, 375), (1, 6)):
         facts = Situation(images, side, channels, gpus)
         rows = advise(facts)
@@ -103,7 +102,6 @@ def test_what_is_continued_and_what_not():
 
 
 def test_recipe_continue_is_the_advice_for_fifty_thousand_images():
-    """Its numbers follow from the rules: the weights are all that is left to say."""
     facts = Situation(50_000, 375, gpus=1)
     flags = {name: text for row in advise(facts) for name, text in row.flags.items()}
     start = {"model.init_from": flags["model.init_from"]}

@@ -67,7 +67,6 @@ def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
 
 
 def test_the_architecture_of_a_run_is_read_from_its_json(tmp_path, capsys):
-    """Or it is said not to be counted."""
     spec = dataclasses.replace(VITS["vit_base_patch16_dinov3"], depth=2, local_cls_norm=True)
     (tmp_path / "teacher.json").write_text(json.dumps({"architecture": asdict(spec)}))
     known = load_recipe("vits16", {"teacher.source": str(tmp_path)})

@@ -113,11 +113,7 @@ def test_a_node_holds_what_is_offloaded_and_saved():
 
 
 @pytest.mark.parametrize(
-    ("name", "card"),
-    [
-        *((word, "rtx4090-24g") for word in ("4090", "RTX 4090", "rtx4090_24g")),
-        ("H100", "h100-80g"),
-    ],
+    ("name", "card"), [*((word, "rtx4090-24g") for word in ("4090", "RTX 4090", "rtx4090_24g")), ("H100", "h100-80g")]
 )
 def test_a_name_that_fits_one_card_is_that_card(name, card):
     assert find_gpu(name) == GPUS[card]

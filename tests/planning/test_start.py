@@ -90,7 +90,6 @@ def test_what_is_too_large_is_refused_with_what_fits(ds, machine, depth, cure):
 
 
 def test_the_host_s_memory_counts_too():
-    """What is offloaded lies there; on a CPU all of it, once a rank."""
     recipe, start = _given("zero3_bf16_offload", **{"model.depth": "2"})
     check_fits(recipe, start, dataclasses.replace(RTX3090, card_gib=40.0))
     with pytest.raises(ConfigError, match="of host memory by prediction"):

@@ -35,7 +35,6 @@ def _run(place, only=None, root="images", **changes):
 
 @pytest.mark.slow
 def test_one_picture_of_each_kind(place):
-    """Attention where it is asked for alone: an image has 16 patches."""
     written = _run(place)["pictures"]
     assert written == [str(place / f"pictures/{kind}.png") for kind in ("pca", "map", "neighbors")]
     assert all(Image.open(path).size[0] > 200 for path in written)
@@ -44,7 +43,6 @@ def test_one_picture_of_each_kind(place):
 
 
 def test_neighbors_have_their_class_and_no_image_is_its_own(place, tmp_path, monkeypatch):
-    """Eleven of twelve images can be read."""
     shown, plain = [], draw.draw_neighbors
     monkeypatch.setattr(draw, "draw_neighbors", lambda *given: shown.extend(given) or plain(*given))
     _run(place, only="neighbors", out=str(tmp_path))

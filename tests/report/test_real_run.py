@@ -20,7 +20,6 @@ from tests.run.test_stages import flags, run, words_of
 
 @pytest.mark.slow
 def test_a_real_run_is_understood(tmp_path):
-    """No note, a state, every figure, charts; the log and the events say the same."""
     images, folder = image_folder(tmp_path / "images", classes=2), tmp_path / "dino"
     changes = {"model.drop_path": "0", "eval.every": "2 steps", "eval.root": str(images), "eval.k": "3"}
     assert run_on_ranks(train_tiny, images, folder, max_steps=4, changes=changes, predicts=True, world=1) == [None]

@@ -96,18 +96,8 @@ def test_the_page_has_every_part(tmp_path, capsys):
     [
         ((62, 78.2, 76.2), 0, "good", "Learned: k-NN is 76.2 % at step 100, beside 62.0 % at the start."),
         ((20, 80.0, 50.0), 0, "odd", "Falls since step 50: k-NN was 80.0 %, and is 50.0 % at step 100; next time keep"),
-        (
-            (62, 61.0, 62.5),
-            0,
-            "odd",
-            "Not yet learned: k-NN is 62.5 % at step 100, beside 62.0 %",
-        ),
-        (
-            (20, 25.0, 30.0),
-            0,
-            "odd",
-            "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %",
-        ),
+        ((62, 61.0, 62.5), 0, "odd", "Not yet learned: k-NN is 62.5 % at step 100, beside 62.0 %"),
+        ((20, 25.0, 30.0), 0, "odd", "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %"),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
         ((), 0, "odd", "Whether it has learned is not known: no labeled images"),
         ((62, 99, 99.9), 0.9, "odd", "Whether it has learned is not known: 90% of the test images looked at are train"),
@@ -128,7 +118,6 @@ def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
 @pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize("kind", ["done", "stopped"])
 def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path, capsys, kind):
-    """By --max_steps, or on request: of the recipe's length, and what was measured before its last step."""
     folder = make_run(tmp_path / "run", Event(f"{kind:<9}step 30"))
     _write_metrics(folder, knn(0, 62.0), record(10), record(20), knn(20, 70.0), record(30))
     page = _report(folder)
@@ -211,7 +200,6 @@ def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_run_that_has_lost_its_events_is_reported(tmp_path):
-    """Its length is that of the recipe; how it ended is not known."""
     folder = make_run(tmp_path / "run", recipe={"length": "100 steps"})
     (folder / "events.jsonl").unlink()
     page = _report(folder)
@@ -221,7 +209,6 @@ def test_a_run_that_has_lost_its_events_is_reported(tmp_path):
 
 @pytest.mark.slow
 def test_no_number_is_too_odd(tmp_path, capsys):
-    """Extremes after two others as a curve of two points, and as every figure of training and of an evaluation."""
     odd = [0.0, 1e308, -1e308, 5e-324, 1e99, 1 + 2**-52, -1e16, float("nan"), float("inf")]
     folder = make_run(tmp_path / "run")
     names = {str(i): value for i, value in enumerate(odd)}
@@ -239,7 +226,6 @@ def test_no_number_is_too_odd(tmp_path, capsys):
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_name_is_never_taken_for_html(tmp_path):
-    """In the folder's name, the log, a key of the metrics, an evaluation, a picture, the environment and the recipe."""
     evil = "<script>alert(1)<"
     folder = make_run(tmp_path / f"{evil}svg onload=alert(2)>", recipe={"data.source": "folder", "data.root": evil})
     with (folder / "metrics.jsonl").open("a") as file:
@@ -307,7 +293,6 @@ def test_pipes_and_huge_files_in_a_run_are_named_and_not_waited_for(tmp_path, ca
 
 
 def test_how_a_run_ended_and_what_went_wrong(tmp_path):
-    """Kinds are those that training writes; a line's first word is its kind where it stands in a column of its own."""
     folder = make_run(
         tmp_path / "run",
         Event("collapse after step 50: the teacher gives every image the same target"),
@@ -362,7 +347,6 @@ def test_figures_of_a_run():
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
-    """Its loss, its targets' entropy and KL, and a scalar with a name of its own: on the page and in JSON."""
     folder = make_run(tmp_path / "run")
     own = {"toy_teacher_entropy": 1.5, "spread": 0.25, "toy_cross_entropy": 2.0, "toy_loss": 2.5, "flat_loss": 3.25}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

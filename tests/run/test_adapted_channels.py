@@ -57,7 +57,6 @@ def _flags(said: str) -> dict[str, str]:
 
 
 def test_a_recipe_for_other_channels_is_told_theirs(place, tmp_path):
-    """A recipe for three channels on four bands: with the option that the message names it trains."""
     start, run = {"model.init_from": str(place / "rgb")}, tmp_path / "run"
     said = train_alone(place / "4", run, max_steps=1, changes=start)
     assert said.startswith("model.in_chans is 3, and images of data.source folder have 4 channels; set --model.in_cha")

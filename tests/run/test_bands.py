@@ -54,7 +54,6 @@ def test_it_trains_with_the_bits_that_are_used(place):
 
 
 def test_features_are_equal_wherever_they_come_from(place, tmp_path):
-    """embed, the run, an exported file and a timm folder; from files and from arrays."""
     model = dino_ds.load(place / "run")
     paths = sorted((place / "images").rglob("*.tif"))[:3]
     images = torch.stack([model.preprocess(path) for path in paths])

@@ -81,7 +81,6 @@ def straight(root, tmp_path_factory):
 
 
 def test_a_run_that_gets_worse_keeps_its_best_teacher(straight):
-    """Its weights are those of the checkpoint of its step, which stays though the newest alone is to be kept."""
     assert sorted(path.name for path in (straight / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000012"]
     about, tensors = best_of(straight), load_file(straight / "best_teacher.safetensors")
     assert about["step"] == 4 and about["best"] == {"metric": "knn", "value": 70.0, "start": 30.0}
@@ -111,7 +110,6 @@ def stopped(root, tmp_path_factory):
 
 
 def test_a_run_without_progress_ends_as_finished(stopped):
-    """With its reason in the log, the newest teacher saved, and a report that calls it finished."""
     log = log_of(stopped)
     assert "done     step 10 of 12" in log and "ended    eval.stop_after: 3 evaluations have not bettered knn 70" in log
     assert read_run(stopped).state == "finished" and (stopped / "checkpoints/step_00000010").is_dir()
@@ -196,7 +194,6 @@ def _exported(whole):
 
 
 def test_the_best_teacher_is_used_by_its_path(straight, root, tmp_path):
-    """Its results stand beside the newest's; with one line for what is damaged."""
     run = tmp_path / "run"
     shutil.copytree(straight, run)
     best = run / "best_teacher.safetensors"
@@ -225,7 +222,6 @@ STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
     ],
 )
 def test_what_could_never_have_an_effect_is_refused(changes, says):
-    """In one line."""
     with pytest.raises(ConfigError, match=says) as refused:
         load_recipe(None, changes)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2

@@ -33,7 +33,6 @@ def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
 
 
 def test_a_collapse_without_prototypes_reaches_log_and_metrics(tmp_path):
-    """A student that stands still before copies of one image: all features are one, and the run goes on and says so."""
     images = image_folder(tmp_path / "images")
     first, *others = sorted(images.iterdir())
     for path in others:

@@ -180,10 +180,7 @@ def runs(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    [(key, CHANGES if key in THOROUGH else FEW) for key in FILES],
-)
+@pytest.mark.parametrize(("key", "changes"), [(key, CHANGES if key in THOROUGH else FEW) for key in FILES])
 def test_a_run_goes_on_with_the_same_content_alone(key, changes, runs, tmp_path):
     (found,) = run_on_ranks(_cells, key, changes, tmp_path, runs, world=1)
     assert tuple(found) == changes

@@ -96,7 +96,6 @@ def test_student_and_teacher_begin_as_the_source_whatever_its_layout_and_the_ds_
     ],
 )
 def test_crops_have_the_sizes_that_the_source_knows(tmp_path, layout, changes, sizes, said):
-    """Unless somebody gives others; where they are not the usual ones, a note says so."""
     _write(layout, tmp_path / layout)
     heads, notes = {} if layout == "resnet" else {"model.heads": "2"}, list[str]()
     given = load_recipe("continue", {**SMALL, **heads, **changes, "model.init_from": str(tmp_path / layout)})
@@ -116,7 +115,6 @@ def test_crops_have_the_sizes_that_the_source_knows(tmp_path, layout, changes, s
     ],
 )
 def test_what_can_t_be_continued_is_said_in_one_line(tmp_path, monkeypatch, words, said, code):
-    """Before there is a run folder; what the network itself does not allow is refused as in any run."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     _write("dino", tmp_path / "dino")

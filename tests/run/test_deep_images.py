@@ -61,7 +61,6 @@ def test_the_range_is_said_and_written(run):
 
 
 def test_the_teacher_takes_deep_images(run, tmp_path):
-    """The loaded and the exported teacher do; other images are refused."""
     FORMATS["safetensors"][0](dino_ds.load(run), tmp_path / "copy.safetensors")
     FORMATS["timm"][0](dino_ds.load(run), tmp_path / "timm")
     deep = np.random.default_rng(0).integers(0, 4096, (50, 60), dtype=np.uint16)
@@ -104,7 +103,6 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path):
 
 
 def test_a_resumed_run_keeps_its_range(tmp_path):
-    """A range may be wider than auto would choose; another one is a change that must be allowed."""
     root, run = deep_folder(tmp_path / "images", 12, 4000), tmp_path / "run"
 
     def go(steps, resume=False, value_range="auto"):

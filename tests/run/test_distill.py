@@ -138,7 +138,6 @@ def test_nothing_to_distil_is_refused():
     ("student", "teacher"), [("quickstart_distill", "quickstart"), ("distill_vits16", "dinov3_vitl16")]
 )
 def test_a_recipe_fits_the_heads_of_the_teacher_that_it_names(student, teacher):
-    """Prototypes of each head, and patches."""
     first, second = load_recipe(student, {"teacher.source": "runs/there"}), load_recipe(teacher, {})
     assert first.head.prototypes == second.head.prototypes
     assert first.ibot_head.prototypes == second.ibot_head.prototypes
@@ -148,7 +147,6 @@ def test_a_recipe_fits_the_heads_of_the_teacher_that_it_names(student, teacher):
 
 
 def test_free_prototypes_of_a_teacher(place):
-    """They are known by its recipe: tensors don't show them. The student's own kind is its recipe's."""
     free = {"head.free_prototypes": "true", "ibot_head.free_prototypes": "true"}
     assert train_tiny(place / "root", place / "free", max_steps=1, changes={**TEACHER, **MASKED, **free}) is None
     source = find_frozen(str(place / "free"))

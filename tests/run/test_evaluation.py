@@ -62,7 +62,6 @@ def runs(images):
 
 
 def test_training_does_not_notice(runs):
-    """Losses and teacher to the last bit, and all generators of random numbers."""
     with_, without, said = runs
     for watched, alone in zip(*said, strict=True):
         assert watched[0] is None and alone[0] is None
@@ -117,11 +116,7 @@ def test_pictures_are_in_the_folder_and_in_tensorboard(runs):
 
 
 def test_test_images_that_are_trained_on_are_said(images, tmp_path):
-    changes = {
-        "eval.every": "2 steps",
-        "eval.root": str(images / "images"),
-        "eval.k": "1",
-    }
+    changes = {"eval.every": "2 steps", "eval.root": str(images / "images"), "eval.k": "1"}
     assert run_on_ranks(train_tiny, images / "images", tmp_path / "run", max_steps=1, changes=changes, world=1) == [
         None
     ]

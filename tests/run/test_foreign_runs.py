@@ -42,7 +42,6 @@ def runs(tmp_path_factory):
 
 
 def test_timm_loads_a_teacher_by_the_line_that_is_written(runs):
-    """Strictly, statistics with it."""
     about = json.loads((runs / "resnet/teacher.json").read_text())
     arguments = about["timm_arguments"]
     theirs = timm.create_model(about["timm_name"], **arguments).eval()

@@ -109,7 +109,6 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
 
 
 def test_lock_and_heartbeats_without_room(disk):
-    """Nothing of a lock that could not be written stays, and an earlier start's heartbeats do."""
     beats = Heartbeats(disk)
     beats.prepare()
     (beats.folder / "first_failure.json").write_text("{}")

@@ -53,8 +53,7 @@ def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "ds"),
-    [("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")],
+    ("name", "ds"), [("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")]
 )
 def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
     """The other run may have other patches and width. Its teacher is never trained: a checkpoint has its digest."""

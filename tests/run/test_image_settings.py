@@ -98,7 +98,6 @@ def test_a_range_that_the_weights_state_is_taken_where_it_fits():
 
 
 def test_means_that_are_not_known_are_refused(weights, tmp_path):
-    """Of weights for four channels without a description, and of images none of which can be read."""
     shutil.copy(weights / "4.safetensors", tmp_path / "alone.safetensors")
     with pytest.raises(CheckpointError, match="no file says the mean and std of its images' 4 channels: write both, 4"):
         dino_ds.load(tmp_path / "alone.safetensors", heads=2)

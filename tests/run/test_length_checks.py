@@ -28,14 +28,12 @@ GRAM = {"gram.weight": "1", "gram.start": "12 steps"}
     ],
 )
 def test_what_would_never_begin_is_refused(changes: dict[str, str], problem: str):
-    """Whatever the units; 2 steps of 8 images are an epoch."""
     with pytest.raises(ConfigError, match="shorten it") as caught:
         check_lengths(load_recipe(None, TINY | changes), 2, 99)
     assert problem in str(caught.value)
 
 
 def test_what_lasts_to_the_end_is_said():
-    """A warm-up or frozen prototypes: the run learns, but not as the recipe says."""
     assert (
         check_lengths(load_recipe(None, TINY | {"model.freeze_backbone": "5 epochs", "gram.start": "0 steps"}), 2, 99)
         == []
@@ -71,7 +69,6 @@ def test_a_run_without_an_end_to_its_freeze_does_not_begin(begun, tmp_path: Path
 
 @pytest.mark.parametrize("resume", [True, "auto"])
 def test_an_end_that_lies_behind_is_refused(begun, resume):
-    """It was taken for a run that is done; the run stays as it is, and one that ends where it stands is done."""
     root, run = begun
     before = log_of(run)
     message = train_alone(root, run, max_steps=2, resume=resume)

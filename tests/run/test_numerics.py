@@ -133,7 +133,6 @@ def test_a_start_that_is_left_is_said_once_and_again_after_a_return():
 
 
 def test_features_that_do_not_spread_are_a_collapse_after_the_warmup():
-    """Before, they have not begun; a spread student, NaN, or one line of many raise no alarm."""
     alike = [(NEAR / 2,)] * (2 * WINDOWS)
     ((step, text),) = _said(SpreadAlarm("coding_spread", warmup_steps=104), [*alike, (0.5,)])
     assert step == 104 + WINDOWS and "coding_spread 0.010 of 1" in text and "lower optimizer.lr" in text

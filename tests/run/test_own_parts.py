@@ -49,7 +49,6 @@ def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str]):
 
 @pytest.mark.parametrize(("ds", "changes"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
 def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
-    """Two ranks. A run that died after step 2 ends as one that did not, the further teacher and buffers with it."""
     root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
     assert run_on_ranks(_train, root, straight, ds, False, changes) == [None] * 2
     copy_until(2, straight, resumed)
@@ -115,7 +114,6 @@ def test_what_users_parts_draw_and_keep_is_resumed_to_the_bit(tmp_path, ds, work
 
 
 def test_what_can_not_be_resumed_exactly_is_said(tmp_path):
-    """Once for each: a generator of NumPy, a list, and a source that draws from a generator of its own."""
     how = drawing("Numpy", "Listed") | DRAWS | LENGTH
     assert run_on_ranks(train_tiny, "own", tmp_path / "run", "zero0_fp32.json", None, False, how, world=1) == [None]
     said = [line for line in log_of(tmp_path / "run").splitlines() if "a resume can't be exact" in line]

@@ -71,7 +71,6 @@ def test_resumed_run_is_bit_identical(tmp_path, ds, objective):
 
 
 def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
-    """A run that went on after its last save and died: its later lines are replaced, not doubled."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     run_on_ranks(train_tiny, root, run, max_steps=4, world=1)
     with (run / "metrics.jsonl").open("a") as file:
@@ -83,7 +82,6 @@ def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
 
 
 def test_from_the_checkpoint_of_a_step(tmp_path):
-    """Later checkpoints are put aside, so that no other start takes the course that was left."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     changes = {"save_every": "1 steps"}
     run_on_ranks(train_tiny, root, run, max_steps=4, changes=changes, world=1)
@@ -99,7 +97,6 @@ def test_from_the_checkpoint_of_a_step(tmp_path):
 
 
 def test_one_command_line_starts_and_goes_on(tmp_path):
-    """--resume auto."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for steps in (2, 4):
         assert train_alone(root, run, max_steps=steps, resume="auto") is None
@@ -132,7 +129,6 @@ class TestRefusals:
             )
 
     def test_other_settings(self, run):
-        """Each is named; what does not change what is learned is not, nor are stage, precision and ranks."""
         root = run.parent / "images"
         changes = {"optimizer.lr": "0.5", "head.prototypes": "48", "log_every": "7", "seed": "3"}
         clipping = {"gradient_clipping": "0.5"}
@@ -177,14 +173,9 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "field"),
-    [
-        ("data.global_batch", "4", "images"),
-        ("gradient_clipping", "0.01", None),
-    ],
+    ("key", "value", "field"), [("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)]
 )
 def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
-    """It shows in its own metric if it has one, else in the losses; earlier steps stay as they were."""
     root, run = begun / "images", shutil.copytree(begun / "run", tmp_path / "run")
     ds = {key: value} if key == "gradient_clipping" else {}
     changes = {} if ds else {key: value}

@@ -49,7 +49,6 @@ def cut(place: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=3"])
 def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, resume: str):
-    """Bit for bit as if it had not been stopped; where its images were found is said."""
     assert train_in(place / "elsewhere", ["--run_dir", str(cut), resume]) is None
     assert losses_of(cut) == losses_of(place / "runs/whole")
     assert f"note     data.root images is {place}/images: {cut} was started in {place}" in log_of(cut)
@@ -59,7 +58,6 @@ def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, 
 
 
 def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cut: Path):
-    """A free setting changes; one that changes what is learned is refused by its name alone."""
     changed = train_in(place, ["--run_dir", str(cut), "--resume", "--optimizer.lr", "0.02", "--log_every", "2"])
     assert (
         changed == "settings changed since step 3: optimizer.lr 0.01 -> 0.02; accept with --allow_change optimizer.lr"
@@ -69,7 +67,6 @@ def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cu
 
 
 def test_images_that_are_nowhere_are_said_with_both_places(place: Path, cut: Path, tmp_path: Path):
-    """The answer is --data.root."""
     path = cut / "environment.json"
     about = json.loads(path.read_text())
     about["starts"][-1]["folder"] = str(place / "elsewhere")
@@ -92,7 +89,6 @@ def test_a_folder_without_a_run_is_said_and_not_that_images_are_missing(tmp_path
     [("--resume", lambda path: None, "is missing"), ("--resume=auto", Path.mkdir, "is not a file")],
 )
 def test_a_run_whose_recipe_is_lost_is_said_by_its_file(cut: Path, resume: str, make, said: str):
-    """The message is not that images are missing, which the recipe names."""
     (cut / "config.yaml").unlink()
     make(cut / "config.yaml")
     message = train_words(["--run_dir", str(cut), resume])

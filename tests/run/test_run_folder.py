@@ -68,7 +68,6 @@ def test_what_can_not_be_written_to_is_named(begun, run, name, make, found):
     ],
 )
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew(begun, run, lose, said):
-    """It would replace the metrics and the teacher; once the checkpoints are back it goes on."""
     (run / "checkpoints").rename(run.parent / "checkpoints")
     lose(run / "checkpoints")
     before = contents(run)

@@ -45,10 +45,7 @@ def _seen(images, run, **how):
 
 
 def _several(images, place):
-    return [
-        _seen(images, place / "run", max_steps=4),
-        _seen(images, place / "run", resume=True, verbose=True),
-    ]
+    return [_seen(images, place / "run", max_steps=4), _seen(images, place / "run", resume=True, verbose=True)]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,6 @@ def starts(tmp_path_factory):
 
 
 def test_the_screen_says_what_is_trained_and_what_moves(starts):
-    """A dozen lines before the first step, each in words; then steps and evaluations; then what to look at."""
     place, (said, lines, _), _ = starts
     first = next(number for number, line in enumerate(lines) if line.startswith("step 1/"))
     assert said is None and first <= 12 and not [line for line in lines if any(word in line for word in DETAILS)]
@@ -82,7 +78,6 @@ def test_the_log_has_the_rest_and_verbose_shows_it(starts):
 
 
 def test_held_out_images_are_test_images_and_never_trained_on(starts):
-    """Also after a resume, which holds out the same ones; with another folder of test images these are taken."""
     place, *both = starts
     recipe = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images")})
     train = training_images(recipe.data, recipe.eval.val_share)
@@ -101,7 +96,6 @@ def test_held_out_images_are_test_images_and_never_trained_on(starts):
 
 @pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Val"), ("TRAIN", "validation")])
 def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, test):
-    """They would be trained on together."""
     for name in (train, test):
         image_folder(tmp_path / name, 4)
     with pytest.raises(ConfigError, match=f"holds {train}/ and {test}/: name the images to train on"):
@@ -109,7 +103,6 @@ def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, t
 
 
 def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
-    """Which moves with each step, and goes at the end."""
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
@@ -122,7 +115,6 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
 
 
 def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypatch):
-    """Once, and not if that is less than a minute; a resumed run is not told how to train for a quarter."""
     from dino_ds.run import reports
 
     def said(first: int, last: int) -> list[str]:

@@ -125,7 +125,6 @@ def test_what_a_stage_sets_counts_from_its_beginning(base, tmp_path):
 
 
 def test_a_stage_resumes_without_the_run_before(base, tmp_path):
-    """Inside the stage, to the bit; with and without the words that it was started with."""
     moved, straight, parts = tmp_path / "moved", tmp_path / "straight", tmp_path / "parts"
     shutil.copytree(base, moved)
     stage = ["--from", str(moved), "--stage_start", "continue", "--length", "4 steps", "--optimizer.lr", "0.01"]

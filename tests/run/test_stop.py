@@ -18,12 +18,7 @@ from dino_ds.run.metrics import RunLog
 from dino_ds.run.stop import CallersStopRequests, StopRequests
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
-from tests.run.harness import (
-    image_folder,
-    log_of,
-    read_metrics,
-    train_tiny,
-)
+from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
 
 
 @pytest.fixture(scope="module")

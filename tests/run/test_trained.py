@@ -125,7 +125,6 @@ def test_a_resumed_run_is_bit_identical_and_goes_on_elsewhere(started, tmp_path,
 
 
 def test_the_best_teacher_is_merged_too(reference, tmp_path):
-    """It has the weights and names of the newest teacher of the same step, to the bit."""
     run = reference / "lora"
     whole = whole_tensors(run, STEPS)
     backbone = {name.removeprefix("teacher.backbone."): t for name, t in whole.items() if "teacher.backbone." in name}

@@ -76,7 +76,6 @@ def test_a_run_starts_from_its_teacher_heads_and_mask_token_included(saved):
 
 @pytest.mark.parametrize("head", ["head", "ibot_head"])
 def test_heads_that_one_of_the_two_lacks(tmp_path, head):
-    """A file of tied heads, and a run that shares its head; prototypes of a run whose lengths are 1."""
     theirs = _recorded()
     torch.save({"teacher": {n: t for n, t in theirs.items() if n[:9] != "ibot_head"}}, tmp_path / "tied.pth")
     assert "the head too (8 tensors); it has no ibot_head: our own" in _start(tmp_path / "tied.pth").started_from
@@ -178,7 +177,6 @@ def place(tmp_path_factory):
 
 
 def test_heads_and_mask_token_of_a_run_by_name(place):
-    """They lie in the checkpoint: teacher.safetensors has what timm has. Both centers are there by their names."""
     model, whole = load(place / "run"), whole_tensors(place / "run", 3)
     assert model.heads.keys() == {"head", "ibot_head"} and not model.notes
     for head, tensors in model.heads.items():

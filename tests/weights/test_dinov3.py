@@ -72,7 +72,6 @@ def _traits(name: str) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("name", sampled(KINDS, _traits))
 def test_timm_s_file_gives_timm_s_features(name, tmp_path):
-    """The architecture need not be named; images may be of any size, and no squares."""
     spec = _spec(name)
     arguments = {"depth": spec.depth, "embed_dim": spec.width, "num_heads": spec.heads}
     theirs = _random(timm.create_model(name, num_classes=0, global_pool="token", **arguments))

@@ -110,7 +110,6 @@ class TestIn:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)])
     def test_a_classifier_is_left_out(self, tmp_path, name):
-        """Files such as dino_resnet50_linearweights or torchvision's own, for four channels too."""
         theirs = timm.create_model(name, num_classes=3, in_chans=4).eval()
         torch.save({"state_dict": theirs.state_dict()}, tmp_path / "a.pth")
         (tmp_path / "a.pth.json").write_text('{"mean": 0.4, "std": 0.2}')

@@ -36,7 +36,6 @@ class TestFacebook:
             assert_same(ours.features(images(*size)), original(images(*size)))
 
     def test_an_mae_with_its_decoder(self, tmp_path):
-        """The decoder, and a mask token of its width, are left out and named."""
         original = Original(**SMALL)
         decoder = {"mask_token": torch.zeros(1, 1, 32), "decoder_pos_embed": torch.zeros(1, 17, 32)}
         names = ("embed", "blocks.0.attn.qkv", "norm", "pred")
@@ -181,8 +180,6 @@ class FractionalSeconds:
 
 
 class TestRefused:
-    """One line each, which says what is there."""
-
     def _saved(self, tmp_path, change=lambda state: state):
         path = tmp_path / "a.pth"
         torch.save(change(dict(Original(**SMALL).state_dict())), path)

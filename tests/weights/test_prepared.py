@@ -54,14 +54,7 @@ def test_an_export_prepares_images_as_evaluations_do(tmp_path, side, longer, of_
         assert cosine.item() > 0.999
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"image_mean": 0.5, "image_std": 0.25},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{}, {"image_mean": 0.5, "image_std": 0.25}], ids=str)
 def test_a_processor_is_applied(tmp_path, change):
     """`preprocess` makes of an image what transformers makes of it: 1e-5 of the largest value."""
     transformers = pytest.importorskip("transformers")
@@ -103,7 +96,6 @@ def test_a_processor_without_statistics_is_noted(tmp_path):
 
 
 def test_an_export_replaces_nothing(tmp_path):
-    """Neither its own source nor a JSON that is there, and its file is known by its ending."""
     FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors")
     (tmp_path / "mine.json").write_text("{}")
     for model, out, words in (

@@ -109,11 +109,7 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
     ("kind", "changes", "said"),
     [
         ("ViT", {"intermediate_size": 192}, "patch_size 8, .*layer scale False, MLP outputs 192"),
-        (
-            "Dinov2",
-            {"use_swiglu_ffn": True, "mlp_ratio": 6},
-            ".*swiglu True, .*layer scale True, MLP outputs 512",
-        ),
+        ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 6}, ".*swiglu True, .*layer scale True, MLP outputs 512"),
     ],
 )
 def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
@@ -191,7 +187,6 @@ def test_tensors_that_the_model_has_no_place_for(tmp_path):
 
 
 def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
-    """DINO's file says nothing of heads; its positions of other sizes are made in its own way."""
     torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
     said = _start(tmp_path / "a.pth", **changes).started_from

@@ -56,7 +56,6 @@ def test_without_a_network(cache):
 
 @pytest.mark.slow
 def test_other_networks_of_timm(monkeypatch):
-    """Networks that are no plain ViTs are built by timm; names that are near one of ours are told."""
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
     for name in ("vit_tiny_r_s16_p8_224",):

@@ -97,7 +97,6 @@ CELLS = [
 
 @pytest.mark.parametrize(("command", "given", "file", "damage"), sampled(CELLS))
 def test_damage_is_named_and_never_used(place, run, tmp_path, command, given, file, damage, capsys):
-    """Exit code 3 and one line that names the file, whatever the command; nothing is written."""
     DAMAGE[damage](run / file, place / "other" / file)
     with pytest.raises(UserError) as error:
         COMMANDS[command](str(run / given), tmp_path / "out")
@@ -116,7 +115,6 @@ _LOST = [
 
 @pytest.mark.parametrize(("command", "file", "make"), sampled(_LOST))
 def test_a_run_s_teacher_and_its_description_go_together(run, tmp_path, command, file, make):
-    """teacher.json has how images are prepared, the heads and the right checksum: nothing of it is guessed."""
     (run / file).unlink()
     if make is not None:
         make(run / file)
@@ -127,7 +125,6 @@ def test_a_run_s_teacher_and_its_description_go_together(run, tmp_path, command,
 
 @pytest.mark.parametrize(("command", "given"), sampled(itertools.product(COMMANDS, ["", NEW])))
 def test_a_checkpoint_of_another_run_in_a_run_is_not_used(place, run, tmp_path, command, given):
-    """All checkpoints are another run's, and whole: neither their teacher nor their heads are this run's."""
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(place / "other/checkpoints", run / "checkpoints")
     with pytest.raises(CheckpointError, match=f"is of another run than {run}/environment.json says"):
@@ -136,7 +133,6 @@ def test_a_checkpoint_of_another_run_in_a_run_is_not_used(place, run, tmp_path, 
 
 
 def test_a_checkpoint_s_teacher_is_its_own(run):
-    """Tensors, heads, how images are prepared and the step are those of the checkpoint, as at its time in the run."""
     old, new, last = dino_ds.load(run / OLD), dino_ds.load(run / NEW), dino_ds.load(run)
     for model, step in ((old, 2), (new, 4)):
         whole = whole_tensors(run, step)
@@ -153,7 +149,6 @@ def test_a_checkpoint_s_teacher_is_its_own(run):
 
 
 def test_what_is_made_of_a_checkpoint_is_named_by_its_step(run):
-    """Exports, their descriptions, results and pictures lie in the run beside those of its newest teacher."""
     export(ExportOptions(model=str(run / OLD), format="safetensors", json=True))
     assert json.loads((run / "teacher-step_00000002.json").read_text())["step"] == 2
     dino_ds.evaluate(run / OLD, ["statistics"], workers=0)
@@ -180,7 +175,6 @@ def test_what_is_near_a_checkpoint_gets_an_answer(run, given, says):
 
 
 def test_without_the_checkpoint_a_run_has_its_backbone(run):
-    """Checkpoints may be removed: the teacher is whole without them, and it is said."""
     images, before = torch.randn(2, 3, 32, 32), dino_ds.load(run)
     shutil.rmtree(run / NEW)
     model = dino_ds.load(run)
