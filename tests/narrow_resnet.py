@@ -7,8 +7,6 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 
 class NarrowResNet(ResNet):
-    """One block a stage; images (b, c, h, w) -> features (b, 48)."""
-
     def __init__(self, in_chans: int = 3) -> None:
         super().__init__(BasicBlock, [1, 1, 1, 1])
         self.inplanes = 6

@@ -96,7 +96,6 @@ def golden_network(meta: dict[str, Any], state: dict[str, Tensor], prefix: str, 
 
 
 def from_reference_names(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """facebookresearch/dino's names -> ours."""
     ours = {}
     for name, tensor in state.items():
         if not name.startswith(prefix):

@@ -53,7 +53,6 @@ def recipe(folder):
 
 @pytest.fixture(scope="module")
 def run(folder, recipe):
-    """A run of six steps, evaluated at 0, 3 and 6, and what its callback was told."""
     told = []
     found = dino_ds.train(
         ds_config="ds_configs/zero0_fp32.json",
@@ -158,9 +157,7 @@ def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypat
 
     given = {**recipe, "eval.every": "0 steps"}
     before = _state()
-    with pytest.raises(
-        Stopped, match=r"stopped by SIGINT at step \d; saved step \d; the same with resume=True"
-    ) as info:
+    with pytest.raises(Stopped, match=r"stopped by SIGINT at step \d; .* the same with resume=True") as info:
         dino_ds.train(run_dir=tmp_path / "once", callbacks=[press], **given)
     assert info.value.exit_code == 75
     with pytest.raises(KeyboardInterrupt) as kept:
@@ -298,11 +295,7 @@ def test_a_recipe_of_python_values_is_that_of_their_text():
         (lambda: dino_ds.embed("vit", ["a\nb"]), ConfigError, "a line break or a tab"),
         (lambda: Run("oldd"), ConfigError, r"oldd is not a folder: give that of a run.*\. Did you mean .*old\?$"),
         (lambda: Run("none/nope"), ConfigError, "is not a folder"),
-        (
-            lambda: Run("old").metrics,
-            ConfigError,
-            r"old holds no metrics\.jsonl \(No such file .*\): give a run's folder$",
-        ),
+        (lambda: Run("old").metrics, ConfigError, r"old holds no metrics\.jsonl .*: give a run's folder$"),
         (lambda: Run("old").load(), CheckpointError, "old"),
         (lambda: Run("empty").report(), ConfigError, "empty is not a run folder"),
         (lambda: Run("odd").metrics, ConfigError, r"metrics\.jsonl has a damaged line .*: remove it"),

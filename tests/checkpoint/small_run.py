@@ -31,13 +31,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def part_of(step: int, rank: int, numel: int = 5000) -> dict[str, Tensor]:
-    """The tensors that the engine of `rank` has after `step`."""
     values = torch.arange(numel, dtype=torch.float32)
     return {f"0.{kind}": values * (step + 1) + 1000 * rank + i for i, kind in enumerate(("master", "exp_avg"))}
 
 
 def whole_of(step: int) -> dict[str, Tensor]:
-    """Teacher and center after `step`, on all ranks."""
     return {
         "teacher.a": torch.full((30, 40), step / 7),
         "teacher.b": torch.full((9,), -1.0 * step),

@@ -268,28 +268,20 @@ REFUSED = {
     "order": ("npy", _reordered, r"npy\.npy has other rows than npy\.npy\.json describes, or in another order"),
     "order in parquet": ("parquet", _described_by_another, r"parquet\.parquet has other rows than"),
     "longer": ("npy", lambda place: np.save(place / "npy.npy", np.ones((68, 64), np.float32)), "are not as embed"),
-    "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "are not as embed writes them"),
+    "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "not as embed writes"),
     "gone": ("npy", lambda place: (place / "npy.npy.json").unlink(), r"npy\.npy\.json can't be read: No such file"),
-    "parquet": (
-        "parquet",
-        lambda place: (place / "parquet.parquet").write_bytes(b"PAR1"),
-        "are not as embed writes them",
-    ),
-    "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "are not as embed writes them"),
+    "parquet": ("parquet", lambda place: (place / "parquet.parquet").write_bytes(b"PAR1"), "not as embed writes"),
+    "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "not as embed writes"),
     "empty": ("npy", lambda place: (place / "npy.npy.json").write_text("{}"), "json has no format number"),
-    "shape": ("npy", lambda place: _described(place, shape=[7]), "are not as embed writes them"),
-    "types": ("npy", lambda place: _described(place, origin=3), "are not as embed writes them"),
+    "shape": ("npy", lambda place: _described(place, shape=[7]), "not as embed writes"),
+    "types": ("npy", lambda place: _described(place, origin=3), "not as embed writes"),
     "patches": ("npy", lambda place: _described(place, what="patches"), "maps of patches: embed with --what cls"),
     "more": (
         "npy",
         lambda place: shutil.copy(place / "images/plain/07.png", place / "images/plain/99.png"),
-        "the images have changed since .* 1 added",
+        "changed since .* 1 added",
     ),
-    "touched": (
-        "npy",
-        lambda place: os.utime(place / "images/plain/07.png", (1, 1)),
-        "whose files have other sizes or times",
-    ),
+    "touched": ("npy", lambda place: os.utime(place / "images/plain/07.png", (1, 1)), "other sizes or times"),
 }
 
 
@@ -335,14 +327,8 @@ def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(
     FORMATS["safetensors"][0](other, tmp_path / "other.safetensors")
     find, image = dino_ds.find, place / "images/plain/07.png"
     cases = [
-        (
-            lambda: find(place / "npy.npy", [image], model=tmp_path / "other.safetensors"),
-            r"\(weights differ\): give that",
-        ),
-        (
-            lambda: dino_ds.curate(place / "npy.npy", clusters=[67], out=tmp_path / "o"),
-            "67 are more than the 66 images",
-        ),
+        (lambda: find(place / "npy.npy", [image], model=tmp_path / "other.safetensors"), r"weights differ.*give"),
+        (lambda: dino_ds.curate(place / "npy.npy", clusters=[67], out=tmp_path / "o"), "67 are more than the 66"),
         (lambda: dino_ds.find(place / "npy.npy", ["nope.png"]), "nope.png is no file, nor the name or the number"),
         (lambda: dino_ds.find(place / "npy.npy", [place / "images/plain/bad.png"]), r"bad\.png \("),
         (lambda: dino_ds.find(place / "x.pt", [0]), r"x\.pt is not \.npy or \.parquet: give a file of dino-ds embed"),

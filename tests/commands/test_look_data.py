@@ -54,7 +54,6 @@ def folder(tmp_path_factory):
 
 
 def look(folder, out, images=3, sample=0, as_json=True, **more):
-    """What the command prints; the sheet is `out`/look.png."""
     options = LookDataOptions(images=images, sample=sample, out=str(out / "look.png"))
     result = look_data.run(options, recipe=recipe_for(folder, **more))
     return result.data if as_json else result.page

@@ -66,7 +66,6 @@ def read(root: Path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(a folder with images/ and their shards/, the files of images/, what was printed)"""
     place = tmp_path_factory.mktemp("shards")
     files = tree(place / "images")
     return place, files, make(place / "images", place / "shards", shard_size=4).data

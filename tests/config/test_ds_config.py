@@ -205,7 +205,7 @@ _LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
         ({"dino_ds": {"compile": "fast"}}, 'dino_ds.compile: "fast" is not one of off, default, max-autotune, re'),
         (
             {"dino_ds": {"compile": "reduce-overhead"}, "activation_checkpointing": {}},
-            'dino_ds.compile: "reduce-overhead" does not go with activation_checkpointing',
+            'compile: "reduce-overhead" does not go',
         ),
         ({"dino_ds": {"deterministic": True, "compile": True}}, "dino_ds.deterministic: dino_ds.compile, whose kern"),
         (
@@ -264,9 +264,7 @@ def test_sharding_over_one_process_in_fp32_is_left_out(stage: int):
 def test_shipped_configs_by_their_name_alone(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert find_ds_config(given).endswith("ds_configs/zero2_bf16.json")
-    with pytest.raises(
-        ConfigError, match=r"zero2_fp61 is neither a file nor a shipped ds JSON: .* Did you mean zero2_"
-    ):
+    with pytest.raises(ConfigError, match=r"zero2_fp61 is neither .* Did you mean zero2_"):
         find_ds_config("zero2_fp61")
 
 
@@ -290,23 +288,14 @@ def test_auto_batch_sizes(content: dict[str, Any], micro: int, accumulation: int
     [
         (
             {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 1},
-            "global batch 512 is not micro-batch 64 x accumulation 1 x ranks 4 = 256; "
-            'set --data.global_batch 256, or one of the two to "auto" in x.json',
+            "global batch 512 is not micro-batch 64 x accumulation 1 x ranks 4 = 256; set --data.global_batch 256",
         ),
         (
             {"gradient_accumulation_steps": 3},
-            "global batch 512 is not a multiple of ranks 4 x accumulation 3 = 12; "
-            "set --data.global_batch 504 or --data.global_batch 516",
+            "ranks 4 x accumulation 3 = 12; set --data.global_batch 504 or --data.global_batch 516",
         ),
-        (
-            {"train_micro_batch_size_per_gpu": 1000},
-            "global batch 512 is not a multiple of ranks 4 x micro-batch 1000 = 4000; set --data.global_batch 4000",
-        ),
-        (
-            {"train_batch_size": 256},
-            "train_batch_size 256 in x.json is not the recipe's data.global_batch 512: "
-            "remove it from x.json, or set --data.global_batch 256",
-        ),
+        ({"train_micro_batch_size_per_gpu": 1000}, "ranks 4 x micro-batch 1000 = 4000; set --data.global_batch 4000"),
+        ({"train_batch_size": 256}, "data.global_batch 512: remove it from x.json, or set --data.global_batch 256"),
     ],
 )
 def test_batch_sizes_that_disagree(content: dict[str, Any], says: str):
@@ -369,8 +358,6 @@ def test_what_else_is_filled_in():
 
 def test_fp16_where_there_is_none_is_refused():
     config = load_ds_config("ds_configs/zero3_fp16.json", {})
-    with pytest.raises(
-        ConfigError, match=r"no fp16, and mine.json asks for it: take one in bf16 or fp32, such as ds_con"
-    ):
+    with pytest.raises(ConfigError, match=r"no fp16, and mine.json asks for it: take .* ds_con"):
         resolve_ds_config(config, "mine.json", 8, 1, fp16_supported=False)
     assert resolve_ds_config(config, "mine.json", 8, 1, fp16_supported=True).precision == "fp16"

@@ -23,7 +23,6 @@ def count_toys(options: Any) -> Result:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> type:
-    """The options of a command that this file alone knows."""
     monkeypatch.setitem(COMMANDS, "toy", COMMANDS["train"])  # removed again afterwards
 
     monkeypatch.setattr(cli, "function_of", lambda name: count_toys)

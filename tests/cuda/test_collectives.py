@@ -71,7 +71,6 @@ class Collectives(TorchDispatchMode):
 
 @contextlib.contextmanager
 def rank_of_eight(rank: int) -> Iterator[Collectives]:
-    """A rank of a job whose other ranks are not there; what it calls. Another group is left: its tests join anew."""
     leave()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     try:
@@ -123,7 +122,6 @@ class PlayedEngine:
 
 
 def a_step(recipe: Recipe, rank: int) -> list[Collective]:
-    """The collectives of one step of a recipe, and of reading its metrics."""
     recipe, performance = _single_rank_recipe(recipe), PerformanceOptions()
     with fake_cuda() as gpu, contextlib.ExitStack() as stack:
         # Fake tensors know no coalesced operators: each gather is one of its own here.

@@ -82,7 +82,6 @@ def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
 
 
 def _larger(argument: Any) -> Any:
-    """The same for twice the sequences, of twice the tokens."""
     if isinstance(argument, list):
         return [_larger(one) for one in argument]
     if isinstance(argument, range):

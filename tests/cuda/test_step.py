@@ -1,4 +1,4 @@
-"""The real training step of ViT-S/16, 64 images, 2 + 8 crops, on a GPU that is not there: launches, traffic, waits."""
+"""The training step of ViT-S/16 and the evaluations on a GPU that is not there: launches, traffic, waits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters
+from dino_ds.evals import knn
+from dino_ds.evals.features import raw_pixels
 from dino_ds.method.build import build_meta, build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.step import FLAGS
 from dino_ds.method.teacher import Teachers
+from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import sample_keys, step_key
 from dino_ds.run.metrics import Meter
+from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 
 pytestmark = pytest.mark.slow
+
 
 IMAGES = 64
 
@@ -142,3 +147,26 @@ def test_two_blocks_otherwise(
     gpu.check({})
     total = sum(gpu.parts[part].launches for part in BF16)
     assert total <= launches, "\n".join(f"{part}: {gpu.parts[part]}" for part in BF16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_backbone_s_outputs(dtype: torch.dtype):
+    with fake_cuda() as gpu:
+        network = gpu.module(build_meta(Recipe(), PerformanceOptions(), {}, [CLS]))
+        backbone = Backbone(network.backbone, 224, "here", {})
+        images, large = (torch.empty(8, 3, side, side, device=CUDA) for side in (224, 384))
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32), gpu.part("features"):
+            assert backbone.features(images).device == CUDA
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
+            for output in (backbone.attention(images), backbone.patch_tokens(large), backbone.last_tokens(images, 4)):
+                assert output.float().isfinite().device == CUDA
+    gpu.check({"features": (277, 0.8)})
+
+
+def test_what_is_made_of_features():
+    with fake_cuda() as gpu:
+        bank, queries = torch.empty(5000, 384, device=CUDA), torch.empty(1000, 384, device=CUDA)
+        knn.nearest(queries, bank, 20)
+        knn.rank_database(queries, bank)
+        raw_pixels(torch.empty(64, 3, 224, 224, device=CUDA))
+    gpu.check({})

@@ -51,7 +51,6 @@ def members(source) -> list[str]:
 
 
 def read(root):
-    """The user's own files."""
     return build_source("folder", str(root), "train", False)
 
 
@@ -90,8 +89,6 @@ def ppm(values: np.ndarray, most: int) -> bytes:
 
 
 class Files:
-    """Encoded files in memory."""
-
     labels = classes = None
 
     def __init__(self, *contents: bytes) -> None:

@@ -6,7 +6,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import re
 import resource
 import sys
 
@@ -95,9 +94,7 @@ def test_names_patterns_and_folders(tmp_path):
     both = opened(f"{tmp_path}/*.h5:/train")
     assert [both.name(i).partition(str(tmp_path))[2] for i in (3, 4)] == ["/a.h5:/train/3", "/b.h5:/train/0"]
     assert np.array_equal(values(both, 4), NOISE[0])
-    with pytest.raises(
-        DataError, match=re.escape("a.h5 has 2 datasets that fit; it has /test (1, 20, 24, 3) uint8, /tr")
-    ):
+    with pytest.raises(DataError, match=r"a.h5 has 2 datasets .* /test \(1, 20, 24, 3\) uint8, /tr"):
         opened(tmp_path)
     with pytest.raises(DataError, match=r"a.h5 has no dataset /val; it has /test .*"):
         opened(f"{tmp_path}/a.h5:/val")

@@ -95,7 +95,6 @@ def _linked_folder(home: Path) -> Path:
 
 def _archive(form: str, link):
     def make(home: Path) -> Path:
-        """Another name, in b, of an archive in a."""
         shutil.rmtree(home / "a")
         archive = home / f"a/x.{form}"
         if form == "tar":
@@ -135,7 +134,6 @@ def named_twice(request, tmp_path):
 
 
 def _listed(*folders: Path) -> str:
-    """A list of all images, each folder's after the other's."""
     paths = [f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(folder))]
     (folders[0].parent / "list.txt").write_text("".join(f"{path}\n" for path in paths))
     return str(folders[0].parent / "list.txt")

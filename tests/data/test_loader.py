@@ -73,7 +73,6 @@ BOTH = pytest.mark.parametrize("augment", ["worker", "device"])
 
 
 def batches(count, micro=GLOBAL, rank=0, world=1, *, source=None, crops=CROPS, start=START, **options):
-    """The first ones of a loader's; options: LoaderOptions'."""
     options |= {"global_batch": GLOBAL, "micro_batch": micro, "rank": rank, "world_size": world}
     loader = Loader(source or Noise(), crops, LoaderOptions(**options), start)
     try:
@@ -185,9 +184,7 @@ def test_position_of_another_global_batch_still_fits():
 
 def test_too_few_images():
     assert steps_per_epoch(1024, 512) == steps_per_epoch(1030, 512) == 2
-    with pytest.raises(
-        DataError, match=r"512 images < one global batch of 1024: set --data\.global_batch to 512 or less"
-    ):
+    with pytest.raises(DataError, match=r"512 images < .* 1024: set --data\.global_batch to 512 or less"):
         steps_per_epoch(512, 1024)
     with pytest.raises(DataError, match="7 images < one global batch of 8"):
         batches(1, source=Noise(7))

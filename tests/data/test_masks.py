@@ -136,7 +136,6 @@ MASKED = MultiCrop(CROPS.groups, "low_res", MASKS)
 
 
 def load(count, crops=MASKED, source=None, start=START, **options):
-    """The first `count` micro-batches that reach the device."""
     loader = Loader(source or Noise(), crops, LoaderOptions(**{"global_batch": 8, "micro_batch": 8} | options), start)
     with closing(DevicePrefetcher(loader, torch.device("cpu"))) as fed:
         return list(itertools.islice(fed, count))

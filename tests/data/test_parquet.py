@@ -127,9 +127,7 @@ def test_a_group_too_large_is_refused_before_it_is_read_and_rows_that_repeat_whi
     with pytest.raises(UnreadableImage, match="more than 0 MiB in the column image of row group 0"):
         source.read(3)
     path = write(tmp_path / "whole.parquet", {"image": whole}, rows=4)
-    with pytest.raises(
-        DataError, match=r"row group 0 of .*whole.parquet holds more than 0 MiB .*: write groups of 100"
-    ):
+    with pytest.raises(DataError, match=r"row group 0 of .*whole.parquet holds .*: write groups of 100"):
         read(path)
     with pytest.raises(DataError, match="more than 0 MiB in the column label of row group 0"):
         read(write(tmp_path / "labels.parquet", {"image": [b"1"] * 4, "label": ["x" * 400_000] * 4}, rows=4))

@@ -36,7 +36,6 @@ def as_floats(some: torch.Tensor) -> torch.Tensor:
 
 
 def pixels(out: torch.Tensor) -> torch.Tensor:
-    """Before the normalization."""
     return out * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
 
 

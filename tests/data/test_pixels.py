@@ -124,7 +124,6 @@ def twin_of(pixels: np.ndarray) -> Files | Arrays:
 
 
 def trained(source: Files | Arrays, deep: bool, channels: int) -> list[torch.Tensor]:
-    """Crops of both sizes of two epochs, before colors are changed."""
     options = LoaderOptions(augment="device", value_range=RANGE if deep else None, channels=channels)
     groups = dino_groups(16, (0.4, 1.0), 8, (0.05, 0.4), 2)
     normalization = Normalization.usual(channels)

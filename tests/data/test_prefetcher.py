@@ -83,7 +83,6 @@ class Recorder:
         return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, masks=masks, number=number)
 
     def step(self):
-        """One step of the host; the batch it got."""
         self.did.clear()
         got = next(self.prefetcher).number
         self.did.append("backward")

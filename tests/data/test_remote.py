@@ -77,7 +77,6 @@ def folder(tmp_path_factory):
 
 
 def write_index(folder):
-    """As `dino-ds shard` does it."""
     lines = [index_line(shard, shard.name) for shard in sorted(folder.glob("*.tar"))]
     (folder / "index.jsonl").write_text("".join(f"{line}\n" for line in lines))
 

@@ -108,7 +108,6 @@ def test_evaluations_crop_deep_images_as_those_of_8_bits():
 
 
 def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:
-    """The crops of image 0 in a few epochs, as the network gets them."""
     dataset = MultiCropDataset(
         source,
         crops or MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino"),
@@ -205,7 +204,6 @@ def test_sources_of_arrays_and_their_channels():
 
 
 def _chosen_and_refused(root: Path) -> tuple[object, list[str], str]:
-    """Rank 1's images are others."""
     mine, others = (ImageFolder(str(root / str(number))) for number in (distributed.rank(), 1 - distributed.rank()))
     recipe, notes = with_image_settings(recipe_for(), mine)
     with pytest.raises(ConfigError) as refused:

@@ -29,7 +29,6 @@ SUB_GROUPS = {"zero": {"sub_group_size": 3000, "stage3_param_persistence_thresho
 
 
 def _network() -> Network:
-    """Backbone and two heads, whose norms are far apart."""
     torch.manual_seed(5)
     heads = {name: _Head() for name in PARTS[1:]}
     return Network(tiny_network(drop_path=0.0).backbone, heads, {name: Query(name, CLS) for name in heads})

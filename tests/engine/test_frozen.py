@@ -43,7 +43,6 @@ def _recipe(source, **changes):
 
 
 def _distil(source, stage, precision="fp32", **changes):
-    """Losses of each step, and the EMA teacher; the frozen one stays as it was, and is not trained."""
     recipe = _recipe(source, **changes)
     step = build_step(recipe, ds_config(stage, precision, BATCH, gradient_clipping=1.0), 10)
     network = step.teachers["frozen"].network

@@ -32,7 +32,6 @@ def gram_recipe(**changes: str) -> Recipe:
 
 
 def _train(stage, precision, accumulation=1, **changes):
-    """Losses, the EMA teacher and Gram's after the last step, and the EMA teacher as it was before each step."""
     recipe = gram_recipe(**changes)
     step = build_step(recipe, ds_config(stage, precision, BATCH, accumulation, gradient_clipping=1.0), 10)
     before, losses = [], []

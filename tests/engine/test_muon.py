@@ -132,9 +132,7 @@ def test_nothing_to_orthogonalize():
     network = tiny_network()
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(parameter.ndim == 1 or "prototypes" in name)
-    with pytest.raises(
-        ConfigError, match=r"^optimizer.kind muon orthogonalizes matrices .* trains none: set .* adamw$"
-    ):
+    with pytest.raises(ConfigError, match=r"^optimizer.kind muon .* trains none: set .* adamw$"):
         parameter_groups(network, OPTIMIZERS["muon"])
 
 

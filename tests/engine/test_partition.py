@@ -60,7 +60,6 @@ def _config(recipe: Recipe, stage: int, precision: str, **sections) -> DsConfig:
 
 
 def _teacher_at_the_start(recipe: Recipe, stage: int, precision: str, **sections) -> dict[str, torch.Tensor]:
-    """The teacher, which is made of the FP32 masters."""
     step = build_step(recipe, _config(recipe, stage, precision, **sections), 10)
     return copied(step.teachers["ema"].state())
 

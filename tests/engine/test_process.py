@@ -1,9 +1,10 @@
-"""Into the process group: what is said where there is no place for a rank."""
+"""Devices, threads, output and kernels of the processes that train."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 from dino_ds.engine import distributed, process
 from dino_ds.engine.process import _join, _quiet_deepspeed, init_distributed
 from dino_ds.errors import ConfigError
+from dino_ds.method import build
+from tests.costs.cnn import RESNET, cnn_recipe
+from tests.engine.harness import ds_config
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch):
@@ -67,3 +71,27 @@ def test_inductor_gets_few_processes_a_rank_unless_the_user_says_how_many(monkey
         monkeypatch.delenv(name)
     init_distributed()
     assert os.environ[name] == (given or "4")
+
+
+class _Stop(Exception):
+    """Kernels are chosen: nothing more is built."""
+
+
+def _cudnn(precision: str, **sections: object) -> tuple[bool, bool]:
+    stop = mock.patch.object(build, "find_teacher", side_effect=_Stop)
+    with torch.backends.cudnn.flags(benchmark=False, allow_tf32=True), stop:
+        with pytest.raises(_Stop):
+            build.build_step(cnn_recipe(RESNET), ds_config(1, precision, 4, **sections), 10)
+        return torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.slow
+def test_convolutions_are_timed_and_in_fp32_exact():
+    """Unless kernels have to be the same in every run."""
+    init_distributed()
+    assert _cudnn("fp32") == (True, False)
+    assert _cudnn("bf16") == (True, True)
+    try:
+        assert _cudnn("fp32", dino_ds={"deterministic": True}) == (False, False)
+    finally:
+        torch.use_deterministic_algorithms(False)

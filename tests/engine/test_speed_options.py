@@ -94,7 +94,6 @@ def test_batched_depth_is_compiled_where_all_blocks_keep_as_many_crops():
 
 
 def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:
-    """(ours, DeepSpeed's own) of two windows; with frozen prototypes, and the gradients of several groups."""
     settings = {"fp16_settings": {"initial_scale_power": 4}} if precision == "fp16" else {}
     config = ds_config(stage, precision, 8, gradient_clipping=1.0, **settings)
     step = build_step(config, schedules=tiny_schedules(freeze_steps=1))

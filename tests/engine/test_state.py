@@ -40,8 +40,6 @@ OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
 
 @dataclass(frozen=True)
 class Setup:
-    """Stage, precision, ranks and options of an engine."""
-
     stage: int
     precision: str = "fp32"
     world: int = 2
@@ -110,7 +108,6 @@ def _gathered(parts):
 
 
 def _straight(setup, windows, more):
-    """Train, take the state, and train on as if nothing had happened."""
     step = _build(setup)
     run_windows(step, 0, windows, BATCH)
     taken = _take(step)

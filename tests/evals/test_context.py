@@ -16,8 +16,6 @@ from tests.weights.test_weights import _backbone
 
 
 class _Images:
-    """Of class labels[i], with names of its own for the classes."""
-
     def __init__(self, labels, classes, broken=()):
         self.labels, self.classes, self._broken = labels, classes, broken
 

@@ -143,10 +143,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
     mask = tmp_path / "Annotations/480p/walk/00003.png"
     for damage, words in (
         (lambda: None, r"no DAVIS in .*val.txt or .* is not there; wanted is JPEGImages/480p/"),
-        (
-            lambda: clips(tmp_path, names=("walk",)) and mask.unlink(),
-            r"00003.png is not a PNG of labels: .*No such file",
-        ),
+        (lambda: clips(tmp_path, names=("walk",)) and mask.unlink(), r"00003.png is not .*No such file"),
         (lambda: label_map(mask, np.zeros((96, 100))), r"mode P and size \(100, 96\): wanted .*, \(160, 96\)"),
         (lambda: Image.new("RGB", (160, 96)).save(mask), "mode RGB"),
         (lambda: label_map(mask.with_name("00000.png"), np.zeros((96, 160))), "has no object"),

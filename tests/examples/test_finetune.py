@@ -25,7 +25,6 @@ QUICK = ("--workers", "0", "--batch", "16")
 
 
 def _draw(source, number):
-    """A photograph with a shape on it, (image, mask, class)."""
     kind = 1 + number % 2
     image = source.load(97 * number % len(source)).convert("RGB").resize((48, 40))
     mask = Image.new("L", image.size)
@@ -38,7 +37,6 @@ def _draw(source, number):
 
 
 def draw_images(path):
-    """Photographs with shapes, of classes and with masks, for training and tests."""
     source = PhotoPatches("train")
     for part, numbers in (("train", range(96)), ("test", range(96, 144))):
         for number in numbers:
@@ -54,7 +52,6 @@ def draw_images(path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """An exported teacher, and images as both programs want them."""
     path = tmp_path_factory.mktemp("finetune")
     torch.manual_seed(0)
     spec = dataclasses.replace(VITS["vit_tiny_patch16_224"], patch_size=8, width=48, depth=2, heads=2)

@@ -67,7 +67,6 @@ def at_step(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) 
 
 @planned
 def at_once(rank: int, on: tuple[int, ...], do: Act) -> None:
-    """`do` before the program begins."""
     if rank in on:
         do()
 
@@ -194,7 +193,6 @@ def slow_start(rank: int) -> None:
 
 
 def other_images(rank: int) -> None:
-    """Rank 1 finds other images at the same place."""
     train = importlib.import_module("dino_ds.train")
     original = train.training_images
 
@@ -234,7 +232,6 @@ def interrupt() -> None:
 
 
 def allocate() -> None:
-    """More than any machine has, of torch's allocator."""
     import torch
 
     torch.empty(2**60, dtype=torch.uint8)
@@ -282,7 +279,6 @@ def no_disk() -> None:
 
 
 def kill_parent() -> None:
-    """The launcher dies."""
     os.kill(os.getppid(), signal.SIGKILL)
 
 

@@ -37,12 +37,10 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """All that was printed."""
         return "\n".join(self.output)
 
     @property
     def errors(self) -> list[str]:
-        """The lines of errors: `dino_ds: ...error: ...`."""
         return [line for line in self.text.splitlines() if line.startswith("dino_ds: ") and "error: " in line]
 
 
@@ -87,7 +85,6 @@ class Job:
         return self._order.folder
 
     def process(self, rank: int) -> int:
-        """The process id of a rank."""
         self.wait_for(lambda: rank in self._processes(), 120)
         return self._processes()[rank]
 
@@ -95,7 +92,6 @@ class Job:
         os.kill(self.process(rank), number)
 
     def go_on(self) -> None:
-        """Ends what `inject.held` holds."""
         (self.folder / "go_on").touch()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
@@ -106,7 +102,6 @@ class Job:
             time.sleep(0.02)
 
     def wait_for_steps(self, run_dir: Path, steps: int, seconds: float = 120) -> None:
-        """Until the metrics have `steps` lines."""
         metrics = run_dir / "metrics.jsonl"
         self.wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps, seconds)
 
@@ -160,7 +155,6 @@ class Job:
         return found
 
     def text(self, rank: int) -> str:
-        """The output of a rank so far."""
         path = self.folder / f"rank_{rank}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 

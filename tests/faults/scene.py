@@ -47,8 +47,6 @@ def latest(text: str) -> Prepare:
 
 
 def remove(name: str) -> Prepare:
-    """A file or folder in RUN/checkpoints, "" for all of it."""
-
     def act(scene: Scene) -> None:
         path = scene.run / "checkpoints" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -57,8 +55,6 @@ def remove(name: str) -> Prepare:
 
 
 def cut(name: str) -> Prepare:
-    """Half of a file of the newest checkpoint."""
-
     def act(scene: Scene) -> None:
         path = scene.newest / name
         os.truncate(path, path.stat().st_size // 2)
@@ -67,8 +63,6 @@ def cut(name: str) -> Prepare:
 
 
 def flip(name: str, folders: tuple[str, ...] = (NEWEST,)) -> Prepare:
-    """One bit in the middle of a file."""
-
     def act(scene: Scene) -> None:
         for folder in folders:
             path = scene.run / "checkpoints" / folder / name
@@ -124,7 +118,6 @@ def bad_images(scene: Scene) -> None:
 
 
 def other_images(scene: Scene) -> None:
-    """Copy the images but for one, for the rank that has another disk."""
     shutil.copytree(scene.images, scene.images.with_name("images_of_rank_1"))
     next(scene.images.with_name("images_of_rank_1").iterdir()).unlink()
 
@@ -171,7 +164,6 @@ def no_trace(scene: Scene) -> Callable[[], None]:
 
 
 def more_images(scene: Scene) -> None:
-    """Six times as many."""
     image_folder(scene.images / "more", 100, seed=1)
 
 
@@ -224,8 +216,6 @@ def full_disk(scene: Scene) -> Callable[[], None]:
 
 
 def gone(scene: Scene) -> Callable[[], None]:
-    """The run folder must not come back."""
-
     def check() -> None:
         assert not scene.run.exists()
 
@@ -238,8 +228,6 @@ def below_a_file(scene: Scene) -> None:
 
 
 def latest_back(scene: Scene) -> Callable[[], None]:
-    """Afterwards `latest` is a file again, whatever the test has put there."""
-
     def restore() -> None:
         (scene.run / "checkpoints/latest").unlink()
         latest(NEWEST)(scene)

@@ -32,7 +32,6 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def old_run(images, tmp_path_factory):
-    """A run that was stopped after step 6, with checkpoints of steps 3 and 6."""
     run = tmp_path_factory.mktemp("old") / "run"
     jobs.start(run, images, changes=SAVES, flags=("--max_steps", "6")).finish()
     return run

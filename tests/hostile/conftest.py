@@ -20,7 +20,6 @@ def _two_steps(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory) -> Path:
-    """A run of one rank without a network, with checkpoints of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("saved")
     run_on_ranks(_two_steps, folder, world=1)
     return folder
@@ -28,7 +27,6 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
-    """`images`, and `run`, a step on them with its teacher."""
     folder = tmp_path_factory.mktemp("trained")
     images = image_folder(folder / "images")
     assert run_on_ranks(train_tiny, images, folder / "run", max_steps=1, changes=CHANGES, world=1) == [None]

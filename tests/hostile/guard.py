@@ -83,14 +83,12 @@ def command(*words: str) -> tuple[int, list[str]]:
 
 
 def seal(body: dict[str, Any]) -> str:
-    """A manifest with a good checksum of its own."""
     body = {key: value for key, value in body.items() if key != "crc32"}
     text = json.dumps(body, indent=1, sort_keys=True) + "\n"
     return json.dumps(body | {"crc32": zlib.crc32(text.encode())}, indent=1, sort_keys=True) + "\n"
 
 
 def put_with_good_sums(folder: Path, name: str, data: bytes) -> None:
-    """A file of a checkpoint, and its checksum in the manifest."""
     (folder / name).write_bytes(data)
     body = json.loads((folder / "manifest.json").read_text())
     body["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}

@@ -30,7 +30,6 @@ OPTIONS = [option.name for option in recipe_options()]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The current folder of these tests; nothing may appear in it."""
     folder, before = tmp_path_factory.mktemp("fuzz"), Path.cwd()
     (folder / "empty").mkdir()
     os.chdir(folder / "empty")

@@ -43,7 +43,6 @@ IMAGES = {
 
 
 def decode(data: bytes, channels: int = 3) -> np.ndarray | None:
-    """The pixels, None for an unreadable image."""
     with bounded():
         try:
             if channels == 3:
@@ -151,8 +150,6 @@ def test_a_strip_of_zeros_that_goes_on_takes_no_more_memory_than_the_image(kind)
 
 
 def read_all(root: Path) -> str | None:
-    """Open `root` and read every image; the message if it can't be opened."""
-
     def work() -> None:
         source = build_source("folder", str(root), "train", False)
         assert source.labels is None or len(source.labels) == len(source)

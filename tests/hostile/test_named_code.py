@@ -19,7 +19,7 @@ from tests.hostile.test_run_folders import _command
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, train_tiny
 from tests.run.own_parts import OWN
-from tests.run.test_foreign_runs import MODEL
+from tests.run.test_outputs import MODEL
 
 pytestmark = pytest.mark.faults
 

@@ -119,7 +119,6 @@ def test_a_damaged_run_is_resumed_as_the_whole_one_or_refused(place, made, file,
 
 
 def losses_of_steps(run: Path) -> list[tuple[int, float]]:
-    """Losses of the lines that are whole."""
     with contextlib.suppress(ValueError):
         return losses_of(run)
     whole = [line for line in (run / "metrics.jsonl").read_text(errors="replace").splitlines() if line.endswith("}")]

@@ -65,11 +65,9 @@ class Host:
         return NAMES[self.name]
 
     def run(self, *words: object) -> str:
-        """Run a short command on this host; returns what it prints."""
         return subprocess.run([*self._enter(), *map(str, words)], check=True, capture_output=True, text=True).stdout
 
     def start(self, words: list[object], output: Path, **variables: object) -> subprocess.Popen[bytes]:
-        """Start a command on this host in a session of its own, in the hosts' folder."""
         with output.open("a") as file:
             process = subprocess.Popen(
                 [*self._enter(), *map(str, words)],
@@ -86,7 +84,6 @@ class Host:
         return process
 
     def cable(self, state: str) -> None:
-        """Pull the cable ("down") or put it back ("up")."""
         self.run("ip", "link", "set", "cable", state)
 
     def processes(self, word: str = "") -> list[psutil.Process]:

@@ -35,8 +35,6 @@ def images(tmp_path_factory):
 
 @pytest.fixture
 def start(hosts, images, tmp_path):
-    """Starts a rank on each host, as srun does, in tmp_path/run."""
-
     def start(fault=None, root=images, environment=(), **more):
         near, far = hosts
         told = {"MASTER_ADDR": near.address, **dict(environment)}
@@ -48,7 +46,6 @@ def start(hosts, images, tmp_path):
 
 @pytest.fixture
 def mount(hosts):
-    """Mounts on the far host alone, until the test ends."""
     mounted = []
 
     def mount(source, target):

@@ -32,7 +32,6 @@ CASES = {
 
 
 def _compared(case: str, learned_lengths: bool, free: bool, frozen: bool) -> list[Tensor | None]:
-    """Loss, entropy and the gradients of rows, prototypes and lengths."""
     views, how = CASES[case]
     generator = torch.Generator().manual_seed(0)
     head = Prototypes(C, K, learned_lengths, free)

@@ -58,10 +58,7 @@ def test_the_rule(card_gib, chosen, invented):
     ("changes", "remedy"),
     [
         ({"optimizer.clip_by": "part"}, "optimizer.clip_by network"),
-        (
-            {"optimizer.kind": "muon", "optimizer.clip_by": "part"},
-            "optimizer.clip_by network and --optimizer.kind adamw",
-        ),
+        ({"optimizer.kind": "muon", "optimizer.clip_by": "part"}, "clip_by network and --optimizer.kind adamw"),
         ({"optimizer.kind": "lars"}, "optimizer.kind adamw"),
     ],
 )
@@ -75,9 +72,7 @@ def test_what_the_engine_refuses_with_an_offloaded_optimizer_is_never_planned_wi
 
 
 def test_where_nothing_fits_the_least_is_named(invented):
-    with pytest.raises(
-        ConfigError, match=r"nothing fits 1 GiB: ZeRO 3, .* on the host with one image at a time .* Take more GPUs"
-    ):
+    with pytest.raises(ConfigError, match=r"nothing fits 1 GiB: .* one image at a time .* Take more GPUs"):
         recommend(load_recipe("vits16", {}), Cluster(Gpu("a GPU", 1.0), 1, 1), 1.0)
 
 

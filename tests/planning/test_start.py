@@ -138,7 +138,6 @@ def test_a_resumed_run_keeps_its_precision_on_other_ranks():
 
 
 def _train(images, run, card_gib, **options):
-    """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
     mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
     with mock.patch.object(start_module, "find_machine", return_value=mine):
         return train_tiny(images, run, ds_overrides={}, predicts=True, **options)

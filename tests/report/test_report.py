@@ -51,8 +51,6 @@ def _report(folder):
 
 @pytest.fixture
 def no_charts(monkeypatch):
-    """For tests of the rest of the page."""
-
     def stand_in(chart):
         return "<svg></svg>" if any(len(line.curve.finite) for line in chart.lines) else ""
 

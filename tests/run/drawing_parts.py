@@ -21,7 +21,6 @@ from dino_ds.method.specs.ours import EmaSpec
 
 
 def drawing(*kinds: str) -> dict[str, str]:
-    """Keys of a recipe with a term of each of these kinds."""
     term = {"spec": "tests.run.drawing_parts:DrawingSpec", "weight": 0.1}
     return {"objective.terms": json.dumps({kind.lower(): term | {"kind": kind} for kind in kinds})}
 

@@ -117,7 +117,6 @@ def train_tiny(
 
 
 def train_alone(*where: Any, **how: Any) -> str | None:
-    """`train_tiny` in a process of its own, without other ranks."""
     (said,) = run_on_ranks(train_tiny, *where, **how, world=1)
     return said
 
@@ -132,7 +131,6 @@ def copy_until(step: int, run_dir: Path, copy: Path) -> Path:
 
 
 def whole_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
-    """Teacher and center of a checkpoint."""
     parts = (run_dir / f"checkpoints/step_{step:08d}").glob("whole_*.safetensors")
     return {name: tensor for part in parts for name, tensor in load_file(part).items()}
 

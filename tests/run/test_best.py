@@ -38,7 +38,6 @@ EVERY_TWO = {"eval.every": "2 steps", "eval.k": "5", "eval.bank_images": "5"}
 
 
 def _train(values, root, run, ds="zero0_fp32.json", **how):
-    """`train_tiny` with k-NN accuracies as given by step; raw pixels have 25 %."""
     original, evaluate, now = suite.knn, EvalRunner.evaluate, [0]
 
     def at(self, moment):

@@ -23,7 +23,6 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(images, tmp_path_factory):
-    """Losses of one process, by precision."""
     losses = {}
     for precision, config in (("fp32", "zero0_fp32.json"), ("bf16", "zero1_bf16.json")):
         run = tmp_path_factory.mktemp("reference") / "run"

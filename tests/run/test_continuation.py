@@ -171,7 +171,6 @@ def _cells(key: str, changes: tuple[str, ...], place: Path, runs: Path) -> dict[
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs of other weights, to begin with or to learn from."""
     place = tmp_path_factory.mktemp("runs")
     root = image_folder(place / "images")
     for seed in (0, 1):

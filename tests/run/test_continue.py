@@ -36,7 +36,6 @@ VIT = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 0}
 
 
 def _write(layout: str, path: Path) -> None:
-    """A file or folder of this layout, of a small network of random weights."""
     torch.manual_seed(0)
     models: dict[str, Any] = {
         "dino": lambda: Original(32, 8, 64, 2, 2),

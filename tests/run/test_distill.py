@@ -22,7 +22,6 @@ STUDENT = {"objective.freeze_prototypes": "0 steps", "model.drop_path": "0"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Images, and a run that can teach: wider and deeper than the student, with heads for both terms."""
     place = tmp_path_factory.mktemp("distill")
     image_folder(place / "root")
     assert train_tiny(place / "root", place / "teacher", max_steps=3, changes={**TEACHER, **MASKED}) is None
@@ -105,10 +104,7 @@ def _plain_head():
 
 REFUSED = {
     "prototypes": ({"head.prototypes": "64"}, "head.prototypes 64 must be those of teacher.source RUN, 48: set"),
-    "ibot prototypes": (
-        {"ibot_head.prototypes": "64"},
-        "ibot_head.prototypes 64 must be those of teacher.source RUN, 40",
-    ),
+    "ibot prototypes": ({"ibot_head.prototypes": "64"}, "64 must be those of teacher.source RUN, 40"),
     "patch size": ({"model.patch_size": "16"}, "RUN has patches of 8 pixels and the student of 16: the loss of masked"),
     "crops": (
         {"crops.global_size": "36", "crops.local_size": "12", "model.patch_size": "4", "teacher.distill": "features"},

@@ -1,16 +1,30 @@
-"""Bad images, bad numbers, bad batches: said in one line, nothing lost."""
+"""Bad images, lengths that cannot be, and full disks: said in one line, nothing lost and nothing left behind."""
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import re
 import tarfile
+from pathlib import Path
 
 import pytest
 
+from dino_ds.basics.files import append_whole
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError, StorageError
+from dino_ds.health.beat import append_line
+from dino_ds.health.processes import RunLock
+from dino_ds.health.records import Heartbeats
+from dino_ds.run.announcement import MOST_KEPT, slow_teachers
+from dino_ds.run.beginning import check_lengths
+from dino_ds.run.metrics import RunLog
+from dino_ds.run.train_options import TrainOptions
+from tests.disks import PAGE, fill, mount_disk, small_disk, unmount
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, read_metrics, train_tiny
+from tests.run.harness import REPOSITORY, TINY, image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
 
 
 def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
@@ -100,3 +114,174 @@ def test_unreadable_images_of_the_evaluation_are_named_once(tmp_path):
     assert [line.partition(" ")[2] for line in lines] == [
         f"evals    left out, unreadable: {test}/class1/004.png (empty file)"
     ]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    mount_disk(tmp_path / "disk", 256)
+    yield tmp_path / "disk"
+    unmount(tmp_path / "disk")
+
+
+def _start(root, run):
+    from dino_ds.config.ds_config import load_ds_config
+    from dino_ds.config.loading import load_recipe
+    from dino_ds.train import train
+
+    ds = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
+    recipe = load_recipe(None, {**TINY, "data.root": str(root)})
+    try:
+        train(
+            TrainOptions(run_dir=str(run), max_steps=1, resume=False),
+            recipe=recipe,
+            ds=load_ds_config(ds, {}),
+            ds_path=ds,
+        )
+    except StorageError as error:
+        return str(error), error.exit_code
+
+
+@pytest.mark.parametrize(("world", "free_kib"), [(1, 8), (2, 0)])
+def test_a_start_without_room_leaves_nothing(tmp_path, world, free_kib):
+    root = image_folder(tmp_path / "images")
+    with small_disk(tmp_path / "disk", free_kib) as disk:
+        outcomes = run_on_ranks(_start, root, disk / "run", world=world)
+        assert outcomes == [outcomes[0]] * world
+        message, code = outcomes[0]
+        assert code == 5 and ("No space left" if free_kib == 0 else "MB are free in") in message
+        assert os.listdir(disk) == ["FILLER"]
+
+
+def _files(run):
+    """All files of a run but its heartbeats, which are those of the last start."""
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "heartbeats"}
+
+
+def test_a_resume_without_room_leaves_the_run_as_it_was(tmp_path):
+    root = image_folder(tmp_path / "images")
+    mount_disk(tmp_path / "disk")
+    try:
+        run = tmp_path / "disk/run"
+        assert run_on_ranks(train_tiny, root, run, max_steps=2, world=1) == [None]
+        fill(tmp_path / "disk", 100)
+        before = _files(run)
+        [message] = run_on_ranks(train_tiny, root, run, max_steps=4, resume=True, world=1)
+        assert message.startswith("a checkpoint and the teacher need ")
+        assert _files(run) == before
+        assert run_on_ranks(train_tiny, root, run, max_steps=2, resume=True, world=1) == [None]  # nothing to save
+    finally:
+        unmount(tmp_path / "disk")
+
+
+def test_a_line_is_written_whole_or_not_at_all(disk):
+    with (disk / "lines").open("ab", buffering=0) as file:
+        append_whole(file.fileno(), b"x" * (PAGE - 10))
+        fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            append_whole(file.fileno(), b"y" * 20)
+        assert os.fstat(file.fileno()).st_size == PAGE - 10
+    append_line(disk / "lines", "z" * 20)
+    append_line(disk / "lines", "z" * 5)
+    assert (disk / "lines").read_bytes() == b"x" * (PAGE - 10) + b"zzzzz\n"
+
+
+def test_metrics_and_log_have_whole_lines_only(disk, capsys):
+    log = RunLog(disk, 0)
+    fill(disk, 12)
+    for step in range(200):
+        log.write({"step": step, "loss": 1.5})
+        log.info(f"step {step}")
+    os.unlink(disk / "FILLER")
+    log.write({"step": 200, "loss": 2.5})
+    log.close()
+    lines = (disk / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(len(lines) - 1), 200] and 20 < len(lines) < 199
+    assert all(
+        line.split()[1:3] == ["step", str(i)] for i, line in enumerate((disk / "log.txt").read_text().splitlines())
+    )
+    printed = capsys.readouterr().err
+    # Once a file; TensorBoard's writer is a thread, which may come to the disk when there is room again.
+    assert "Traceback" not in printed and printed.count("training continues") in (3, 4)
+
+
+def test_lock_and_heartbeats_without_room(disk):
+    beats = Heartbeats(disk)
+    beats.prepare()
+    (beats.folder / "first_failure.json").write_text("{}")
+    fill(disk)
+    with pytest.raises(StorageError, match="No space left on device"):
+        RunLock(disk).acquire()
+    assert sorted(os.listdir(disk)) == ["FILLER", "heartbeats"]
+
+
+GRAM = {"gram.weight": "1", "gram.start": "12 steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model.freeze_backbone": "6 epochs"}, "model.freeze_backbone 6 epochs is step 12, and length 12 steps is 12"),
+        ({"model.freeze_backbone": "96 images"}, "model.freeze_backbone 96 images is step 12"),
+        ({"length": "2 epochs", "model.freeze_backbone": "5 steps"}, "length 2 epochs is 4 steps: the backbone would"),
+        (GRAM, "Gram anchoring would never begin"),
+        (GRAM | {"length": "6 epochs"}, "gram.start 12 steps is step 12, and length 6 epochs is 12 steps"),
+    ],
+)
+def test_what_would_never_begin_is_refused(changes: dict[str, str], problem: str):
+    with pytest.raises(ConfigError, match="shorten it") as caught:
+        check_lengths(load_recipe(None, TINY | changes), 2, 99)
+    assert problem in str(caught.value)
+
+
+def test_what_lasts_to_the_end_is_said():
+    ends = TINY | {"model.freeze_backbone": "5 epochs", "gram.start": "0 steps"}
+    assert check_lengths(load_recipe(None, ends), 2, 99) == []
+    (line,) = check_lengths(load_recipe(None, TINY | {"length": "3 steps", "optimizer.warmup": "2 epochs"}), 2, 99)
+    assert line.startswith("optimizer.warmup 2 epochs is 4 steps, and length 3 steps is 3: the learning rate ")
+    slow = {"objective.teacher_temp": "0.07", "objective.teacher_temp_warmup": "2 epochs"}
+    slow |= {"objective.koleo_weight": "0.1..0.5 over 2 epochs"}
+    one, other = check_lengths(load_recipe(None, TINY | {"length": "3 steps"} | slow), 2, 99)
+    assert one.startswith("objective.teacher_temp_warmup 2 epochs is 4 steps,") and "teacher_temp 0.07 is not" in one
+    assert other.startswith("the ramp of koleo's weight 2 epochs is 4 steps,") and "not reach 0.5" in other
+    (line,) = check_lengths(load_recipe(None, TINY | {"optimizer.warmup": "2 epochs"}), 2, 3)
+    assert "--max_steps ends at 3 (--length shortens these too): the learning rate" in line
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("begun")
+    root = image_folder(place / "root")
+    assert train_alone(root, place / "run", max_steps=3) is None
+    return root, place / "run"
+
+
+def test_a_run_without_an_end_to_its_freeze_does_not_begin(begun, tmp_path: Path):
+    message = train_alone(begun[0], tmp_path / "run", changes={"model.freeze_backbone": "9 epochs"})
+    assert message.startswith("model.freeze_backbone 9 epochs is step 18") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_an_end_that_lies_behind_is_refused(begun, resume):
+    root, run = begun
+    before = log_of(run)
+    message = train_alone(root, run, max_steps=2, resume=resume)
+    assert message.startswith(f"--max_steps 2 lies behind: {run} has done 3 steps, and would end at 2; give more")
+    message = train_alone(root, run, resume=resume, changes={"length": "2 steps"}, allow_change="length")
+    assert message.startswith(f"length 2 steps lies behind: {run} has done 3 steps, and would end at 2; give more")
+    assert log_of(run) == before
+    assert train_alone(root, run, max_steps=3, resume=resume) is None
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+
+
+def test_a_teacher_too_slow_for_its_run_is_named_with_a_momentum_that_is_not():
+    """By the weights that the start has in the average at the end; runs of trained weights are not asked."""
+    slow = load_recipe(None, TINY | {"teacher.momentum": "0.9999"})
+    (said,) = slow_teachers(slow, 500)
+    kept = math.prod(
+        slow.teacher.momentum + (1 - slow.teacher.momentum) * (1 - math.cos(math.pi * t / 500)) / 2 for t in range(500)
+    )
+    assert f"still be {kept:.0%} what it began as: lower teacher.momentum" in said and kept > MOST_KEPT
+    (advised,) = re.findall(r"\(here ([\d.]+) or less\)", said)
+    assert slow_teachers(load_recipe(None, TINY | {"teacher.momentum": advised}), 500) == []
+    trained = TINY | {"teacher.momentum": "0.9999", "model.init_from": "x.pth"}
+    assert slow_teachers(load_recipe(None, trained), 500) == []

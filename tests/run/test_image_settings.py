@@ -39,7 +39,6 @@ def _recipe(channels: int, **changes: str):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Files of weights for 1, 3 and 4 channels that say their mean, and one for 3 that says nothing."""
     folder = tmp_path_factory.mktemp("weights")
     for channels, mean in {**SAID, "": None}.items():
         spec = _recipe(channels or 3).model.spec()

@@ -15,7 +15,6 @@ from tests.run.harness import image_folder, read_metrics, train_tiny
 
 
 def _numbers(folder):
-    """{step: {name: value}} of metrics.jsonl."""
     found: dict[int, dict[str, float]] = {}
     for line in read_metrics(folder):
         values = {k: v for k, v in line.items() if k != "step" and isinstance(v, (int, float))}
@@ -24,7 +23,6 @@ def _numbers(folder):
 
 
 def _wandb_history(folder):
-    """The values in the files of offline runs: {step: {name: value}}."""
     from wandb.proto import wandb_internal_pb2
 
     found: dict[int, dict[str, float]] = {}

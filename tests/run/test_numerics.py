@@ -1,4 +1,4 @@
-"""Numbers that go wrong stop a run after three steps, at every ZeRO stage and precision, and nothing has moved."""
+"""Numbers that go wrong stop a run after three steps and nothing has moved; collapses and constant images are said."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.reports import FAR, NEAR, NO_KL, WINDOWS, CollapseAlarm, DriftAlarm, SpreadAlarm
+from dino_ds.run.reports import (
+    FAR,
+    NEAR,
+    NO_KL,
+    WINDOWS,
+    CollapseAlarm,
+    DriftAlarm,
+    SpreadAlarm,
+    constant_images,
+)
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.run.drawing_parts import drawing
-from tests.run.harness import image_folder, losses_of, train_tiny
+from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_tiny
 from tests.sample import sampled
 
 GOOD_STEPS = 2
@@ -138,3 +149,32 @@ def test_features_that_do_not_spread_are_a_collapse_after_the_warmup():
     assert step == 104 + WINDOWS and "coding_spread 0.010 of 1" in text and "lower optimizer.lr" in text
     for values in ([(2 * NEAR,)] * 30, [(math.nan,)] * 30, [*alike[: WINDOWS - 1], (0.5,)] * 3):
         assert _said(SpreadAlarm("coding_spread", 0), values) == []
+
+
+STEPS = WINDOWS + 2
+CHANGES = {"length": f"{STEPS} steps", "objective.freeze_prototypes": "2 steps"}
+
+
+def _blacken(paths):
+    for i, path in enumerate(paths):
+        Image.fromarray(np.zeros((40 + i, 48, 3), np.uint8)).save(path)
+
+
+def test_crops_without_contrast():
+    """Every channel of both global crops counts; the noise of float arithmetic is no contrast."""
+    noise = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    flat = torch.full((5, 3, 64, 64), -2.1) + 1e-6 * noise
+    one, two = noise.clone(), noise.clone()
+    one[:3], two[:2] = flat[:3], flat[:2]
+    two[1, 2] = noise[1, 2]  # one channel
+    assert constant_images([one, two]).tolist() == [True, False, False, False, False]
+
+
+def test_a_few_are_said_once(tmp_path):
+    root = image_folder(tmp_path / "images")
+    paths = sorted(root.iterdir())
+    _blacken(paths[:3])
+    assert run_on_ranks(train_tiny, root, tmp_path / "few", changes=CHANGES) == [None, None]
+    assert log_of(tmp_path / "few").count("of the images are of one color (constant_images of metrics.jsonl)") == 1
+    parts = [record["constant_images"] for record in read_metrics(tmp_path / "few")]
+    assert 0 < sum(parts) / len(parts) < 0.4

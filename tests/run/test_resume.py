@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -123,10 +124,7 @@ class TestRefusals:
         for allow in (None, "optimizer.kind"):
             args = {"resume": True, "changes": {"optimizer.kind": "sgd"}, "allow_change": allow, "world": 1}
             message = run_on_ranks(train_tiny, run.parent / "images", run, max_steps=3, **args)[0]
-            assert message == (
-                "optimizer.kind adamw -> sgd since step 1, whose moments are of no use to another optimizer: set it "
-                "back, or start a new run from these weights with --model.init_from"
-            )
+            assert re.match("optimizer.kind adamw -> sgd since step 1, .*set it back, .*--model.init_from", message)
 
     def test_other_settings(self, run):
         root = run.parent / "images"

@@ -17,7 +17,6 @@ CHANGED = {"optimizer.lr": "0.01", "head.prototypes": "32", "length": "6 steps",
 
 
 def train_in(folder: Path, words: list[str], world: int = 1) -> str | None:
-    """`dino-ds train WORDS` in another working folder."""
     answers = run_on_ranks(_train_in, folder, words, world=world)
     assert len(set(answers)) == 1
     return answers[0]
@@ -43,7 +42,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(place: Path, tmp_path: Path) -> Path:
-    """The run of 3 steps, in another place than it was made."""
     return shutil.copytree(place / "runs/cut", tmp_path / "moved")
 
 
@@ -59,9 +57,7 @@ def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, 
 
 def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cut: Path):
     changed = train_in(place, ["--run_dir", str(cut), "--resume", "--optimizer.lr", "0.02", "--log_every", "2"])
-    assert (
-        changed == "settings changed since step 3: optimizer.lr 0.01 -> 0.02; accept with --allow_change optimizer.lr"
-    )
+    assert str(changed).endswith(": optimizer.lr 0.01 -> 0.02; accept with --allow_change optimizer.lr")
     assert train_in(place, ["--run_dir", str(cut), "--resume", "--log_every", "2"]) is None
     assert [step for step, _ in losses_of(cut)] == [1, 2, 3, 4, 6]
 

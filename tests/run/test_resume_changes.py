@@ -31,8 +31,6 @@ SINKHORN = DINOV2 | {"objective.centering": "sinkhorn", "objective.koleo_weight"
 
 @dataclass(frozen=True)
 class Setup:
-    """A ds config, ranks and accumulation."""
-
     ds: str
     world: int = 2
     accumulation: int = 1

@@ -229,15 +229,13 @@ def test_places_that_are_no_run_are_refused(base, images, tmp_path):
     empty.mkdir()
     shutil.copy(base / "config.yaml", empty)
     assert "it has no checkpoint yet" in str(run(words_of(path, "--from", str(empty), *stage)))
-    assert "the recipe is a stage, which begins with another run: add --from RUN" in str(
-        run(words_of(path, *flags(TINY | CONTINUE | {"data.root": str(images)})))
-    )
+    said = run(words_of(path, *flags(TINY | CONTINUE | {"data.root": str(images)})))
+    assert "the recipe is a stage, which begins with another run: add --from RUN" in str(said)
     assert not path.exists()
 
 
 @pytest.fixture(scope="module")
 def short(images, tmp_path_factory):
-    """A run of DINO's objective that is over after two steps."""
     path, length = tmp_path_factory.mktemp("short"), {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
     assert run(words_of(path / "run", *flags(TINY | length | {"data.root": str(images)}))) is None
     return path / "run"

@@ -27,7 +27,6 @@ def images(tmp_path_factory):
 
 
 def _steps_of_this_process():
-    """A list that holds the TrainingStep that has trained last."""
     original, steps = TrainingStep.micro_batch, []
 
     def micro_batch(step, *values):

@@ -1,16 +1,41 @@
-"""A run with several terms names them in its metrics, alarm and report."""
+"""Runs with several terms, by the coding rate, near the start, and with Gram anchoring: resumed, named, and refused."""
 
 from __future__ import annotations
 
 import io
+import json
 from contextlib import redirect_stdout
+from dataclasses import replace
+from shutil import copytree
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import RecipeRequest
+from dino_ds.errors import ConfigError
+from dino_ds.method.preserve import PreserveTerm
+from dino_ds.method.specs.own import teachers_of, terms_of
+from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report.single_run import run as report
-from dino_ds.run.reports import WINDOWS, CollapseAlarm
-from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
+from dino_ds.run.reports import NEAR, WINDOWS, CollapseAlarm
+from dino_ds.weights.sidecar import read_sidecar
+from tests.engine.harness import tiny_schedules
+from tests.ranks import run_on_ranks
+from tests.run.harness import (
+    copy_until,
+    image_folder,
+    log_of,
+    losses_of,
+    read_metrics,
+    train_alone,
+    train_tiny,
+    whole_tensors,
+)
+from tests.run.test_resume import assert_same_checkpoint
 
 DINOV2 = {
     "crops.mask": "dinov2",
@@ -54,3 +79,219 @@ def test_an_alarm_names_its_rows():
     lines = [alarm.look(step, entropy=4.605, kl=0.0) for step in range(1, WINDOWS + 1)]
     assert lines[:-1] == [""] * (WINDOWS - 1)
     assert f"collapse after step {WINDOWS}: the teacher gives every masked patch the same target" in lines[-1]
+
+
+RATE = {"objective.dino_weight": "0", "objective.coding_rate_weight": "1", "model.drop_path": "0"}
+
+
+def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
+    """Covariances are summed over ranks, so ZeRO 3 on two ranks has the losses of one process: to 1e-4, as four steps
+    of Adam at a high rate carry FP32's rounding on. Metrics have the term's parts, and nothing of prototypes."""
+    images, how = image_folder(tmp_path / "images"), {"changes": RATE}
+    assert train_alone(images, tmp_path / "alone", max_steps=4, **how) is None
+    assert run_on_ranks(train_tiny, images, tmp_path / "ranks", "zero3_fp32.json", 4, **how) == [None, None]
+    for (_, one), (_, two) in zip(losses_of(tmp_path / "alone"), losses_of(tmp_path / "ranks"), strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+    for steps, resume in ((2, False), (4, True)):
+        parts = (images, tmp_path / "parts", "zero3_fp32.json", steps, resume)
+        assert run_on_ranks(train_tiny, *parts, **how) == [None, None]
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "ranks")
+    assert_same_checkpoint(tmp_path / "parts", tmp_path / "ranks", 4)
+    for line in read_metrics(tmp_path / "alone"):
+        assert line["loss"] == pytest.approx(1 - line["view_cosine"] - line["coding_rate"], abs=1e-5)
+        assert not {"teacher_entropy", "kl"} & line.keys()
+
+
+def test_a_collapse_without_prototypes_reaches_log_and_metrics(tmp_path):
+    images = image_folder(tmp_path / "images")
+    first, *others = sorted(images.iterdir())
+    for path in others:
+        path.write_bytes(first.read_bytes())
+    plain = {f"crops.{name}": "0" for name in ("num_local", "jitter", "blur", "grayscale", "flip", "solarize")}
+    plain["crops.global_scale"] = "0.99,1"
+    still = {"length": "15 steps", "optimizer.lr": "1e-12", "optimizer.min_lr": "0", "optimizer.warmup": "2 steps"}
+    assert train_tiny(images, tmp_path / "run", changes=RATE | plain | still | {"log_every": "1"}) is None
+    assert log_of(tmp_path / "run").count("the student gives every image the same feature (coding_spread 0.0") == 1
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["collapsed"] == 1 and last["coding_spread"] < NEAR and last["view_cosine"] > 0.9
+
+
+def test_a_frozen_teacher_is_refused():
+    with pytest.raises(ConfigError, match="compares the student with its own average, not with a frozen teacher"):
+        load_recipe(None, RATE | {"teacher.distill": "heads"})
+
+
+KEEP = {"objective.preserve_weight": "0.5", "model.drop_path": "0", "save_every": "2 steps"}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    place = tmp_path_factory.mktemp("started")
+    image_folder(place / "images")
+    assert train_alone(place / "images", place / "start", max_steps=2) is None
+    return place
+
+
+def test_mean_of_both_distances():
+    """1 - cosine by a loop over CLS features, and over patches, to 1e-6: FP32 sums in another order; 0 without a
+    teacher."""
+    generator, term, schedule = torch.Generator().manual_seed(0), PreserveTerm(True), tiny_schedules().at(0)
+    shapes = {"cls/global": (6, 8), "patches/global": (6, 9, 8)}
+    own, theirs = ({n: torch.randn(shape, generator=generator) for n, shape in shapes.items()} for _ in range(2))
+    (targets,) = term.targets([{"start": theirs}], [{}], schedule)
+    means = []
+    for name in shapes:
+        rows = zip(own[name].view(-1, 8), theirs[name].view(-1, 8), strict=True)
+        means.append(torch.stack([1 - (a @ b) / (a.norm() * b.norm()) for a, b in rows]).mean())
+    torch.testing.assert_close(term.loss(own, targets, schedule).loss, sum(means) / 2, rtol=0, atol=1e-6)
+    assert float(term.loss(own, term.targets([{}], [{}], schedule)[0], schedule).loss) == 0
+
+
+def test_a_run_begins_at_no_distance_and_is_kept_near(started, tmp_path):
+    """Step 1 measures the start against itself: the rounding of bf16 (2**-8 of a feature, squared in a cosine, 1e-3 at
+    most). A hundred times the weight ends nearer. Resumed, it goes on to the bit; a checkpoint has the
+    start's digest alone."""
+    ends = []
+    for weight in ("0.001", "100"):
+        changes = KEEP | {"model.init_from": str(started / "start"), "objective.preserve_weight": weight}
+        args, ds = (started / "images", tmp_path / weight), "zero3_bf16.json"
+        assert run_on_ranks(train_tiny, *args, ds, 4, changes=changes) == [None, None]
+        distances = [line["preserve_loss"] for line in read_metrics(tmp_path / weight) if "preserve_loss" in line]
+        assert distances[0] == pytest.approx(0, abs=1e-3)
+        ends.append(distances[-1])
+    assert ends[1] < 0.5 * ends[0]
+    parts = copy_until(2, tmp_path / "100", tmp_path / "parts")
+    assert run_on_ranks(train_tiny, started / "images", parts, ds, 4, True, changes=changes) == [None, None]
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "100")
+    assert_same_checkpoint(tmp_path / "parts", tmp_path / "100", 4)
+    assert [name for name in whole_tensors(tmp_path / "100", 4) if name.startswith("teachers.")] == [
+        "teachers.start.sha256"
+    ]
+
+
+def test_without_a_start_it_is_refused():
+    with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
+        load_recipe(None, {"objective.preserve_weight": "1"})
+
+
+def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
+    """Whose file may be gone; only with a start of its own it can, and a stage has the run before."""
+    run = load_recipe("continue", {"model.init_from": "weights.pth", "model.backbone": "resnet18"})
+    assert run.objective.preserve_weight
+    for stage_start in ("continue", "restart"):
+        given = RecipeRequest(None, {"stage_start": stage_start})
+        assert not given.applied_to(run).objective.preserve_weight
+        assert "ends with the run before: it kept features of weights.pth" in "".join(given.notes)
+    kept = RecipeRequest(None, {})
+    assert kept.applied_to(run, forget=False) == run and kept.notes == []
+    with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
+        RecipeRequest(None, {"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
+
+
+def test_a_weight_of_zero_makes_neither_term_nor_teacher():
+    recipe = load_recipe(None, {"model.init_from": "x.pth"})
+    assert [term.name for term in terms_of(recipe)] == ["dino"]
+    assert [teacher.name for teacher in teachers_of(recipe)] == ["ema"]
+
+
+GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
+SNAPSHOT = GRAM | {
+    "gram.start": "1 steps",
+    "gram.refresh_every": "3 steps",
+    "gram.refreshes": "2",
+    "save_every": "3 steps",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    place = tmp_path_factory.mktemp("trained")
+    image_folder(place / "images")
+    other = {"model.patch_size": "16", "model.width": "48", "model.depth": "1"}
+    for name, changes in (("run", {}), ("other", other)):
+        assert run_on_ranks(train_tiny, place / "images", place / name, max_steps=2, changes=changes, world=1) == [None]
+    return place
+
+
+def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
+    """Replaced after steps 1 (the snapshot) and 4; dead after 3, and stopped exactly at 4."""
+    straight, parts, ds = tmp_path / "straight", tmp_path / "parts", "zero2_bf16.json"
+    for run, steps, resume in ((straight, 6, False), (parts, 4, True), (parts, 6, True)):
+        if not parts.exists() and resume:
+            copy_until(3, straight, parts)
+        assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, SNAPSHOT) == [None, None]
+    assert_same_checkpoint(parts, straight, 6)
+    kept = {name for name in whole_tensors(straight, 6) if name.startswith("teachers.gram.backbone.")}
+    assert len(kept) == 30
+    losses = [record["gram_loss"] for record in read_metrics(straight) if "gram_loss" in record]
+    assert losses[0] == 0 < min(losses[1:])
+    assert read_metrics(parts)[-1]["gram_loss"] == read_metrics(straight)[-1]["gram_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ds"), [("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")]
+)
+def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
+    """The other run may have other patches and width. Its teacher is never trained: a checkpoint has its digest."""
+    changes, run = GRAM | {"gram.teacher": str(trained / name)}, tmp_path / "run"
+    for steps, resume in ((1, False), (3, True)):
+        assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, changes) == [None] * 2
+    assert read_metrics(run)[-1]["gram_loss"] > 0
+    kept = {key: t for key, t in whole_tensors(run, 3).items() if key.startswith("teachers.gram.")}
+    assert [(key, tuple(t.shape)) for key, t in kept.items()] == [("teachers.gram.sha256", (32,))]
+
+
+def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, tmp_path):
+    run, place = tmp_path / "run", tmp_path / "teacher"
+    copytree(trained / "run", place)
+    file = place / "teacher.safetensors"
+    changes = GRAM | {"gram.teacher": str(file)}
+    assert run_on_ranks(train_tiny, trained / "images", run, max_steps=1, changes=changes, world=1) == [None]
+    weights, about = load_file(file), read_sidecar(file)
+    weights["norm.bias"][3] += 1e-6
+    save_file(weights, file)
+    (place / "teacher.json").write_text(json.dumps(about))  # changed on purpose: it describes no file
+    (said,) = run_on_ranks(train_tiny, trained / "images", run, max_steps=2, resume=True, changes=changes, world=1)
+    assert said.startswith(f"gram.teacher {file} has other weights than the one that this run was trained with")
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gram.teacher": "OTHER", "gram.crop_size": "40"}, "OTHER can't take its crops: images of 40 x 40 pixels"),
+        ({"gram.teacher": "OTHER", "gram.refresh_every": "2"}, "whose EMA teacher can't replace it: set gram.refresh"),
+        ({"gram.teacher": "OTHER/none"}, "gram.teacher OTHER/none: OTHER/none does not exist"),
+        ({"gram.teacher": "GRAY"}, "gram.teacher GRAY is for images of 1 channels, and this run's have 3"),
+        (
+            {"model.backbone": "tests.run.test_terms:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
+            "gram.weight is for patches: tests.run.test_terms:NoPatches gives features of whole images only",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(trained, tmp_path, changes, says):
+    places = {"OTHER": str(trained / "other"), "GRAY": str(trained / "gray.safetensors")}
+    if "GRAY" in says:
+        gray = VisionTransformer(replace(VITS["vit_tiny_patch16_224"], in_chans=1), 32)
+        save_file(gray.state_dict(), places["GRAY"])
+
+    def placed(text):
+        for word, place in places.items():
+            text = text.replace(word, place)
+        return text
+
+    given = GRAM | {key: placed(value) for key, value in changes.items()}
+    drop = ["model.patch_size", "model.width", "model.depth", "model.heads"] if "model.backbone" in changes else []
+    overrides = given | dict.fromkeys(drop, "none")
+    (said,) = run_on_ranks(train_tiny, trained / "images", tmp_path / "run", changes=overrides, world=1)
+    assert said is not None and placed(says) in said and "\n" not in said
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+class NoPatches(torch.nn.Module):
+    def __init__(self, in_chans):
+        super().__init__()
+        self.layer = torch.nn.Linear(in_chans, 8)
+
+    def forward(self, images):
+        return self.layer(images.mean((2, 3)))

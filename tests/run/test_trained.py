@@ -39,7 +39,6 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Images, and two short runs that others start from: of the usual tiny network, and with LayerScale."""
     place = tmp_path_factory.mktemp("started")
     image_folder(place / "images")
     for name, changes in (("start", {}), ("scaled", {"model.layer_scale": "1e-5"})):
@@ -78,7 +77,6 @@ def _check_frozen(folder: Path, base: Path, part: str, step: int = STEPS) -> Non
 
 @pytest.fixture(scope="module")
 def reference(started, tmp_path_factory):
-    """A run of one process without ZeRO for each part."""
     place = tmp_path_factory.mktemp("reference")
     for part in PARTS:
         _train(started, place / part, part, "zero0_fp32.json", world=1)

@@ -42,7 +42,6 @@ def _start(source: object, **changes: str) -> Network:
 
 
 def _recorded() -> dict[str, Tensor]:
-    """Teacher and student at the start of the trajectories, under dinov2's names."""
     return {name.removeprefix("init."): t for name, t in golden_v2("trajectory_dinov2").items() if name[:5] == "init."}
 
 
@@ -53,7 +52,6 @@ def _in_chunks(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture(params=["teacher_checkpoint", "training"])
 def saved(request, tmp_path):
-    """The recorded teacher as do_test saves it, and with blocks in chunks in the checkpoint of its training."""
     theirs = _recorded()
     content: dict[str, object] = {"teacher": theirs}
     if request.param == "training":
@@ -169,7 +167,6 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Images, and a run of three steps."""
     place = tmp_path_factory.mktemp("dinov2")
     image_folder(place / "images")
     assert train_alone(place / "images", place / "run", max_steps=3, changes=RUN) is None

@@ -51,7 +51,6 @@ def _model(spec: ForeignSpec) -> Backbone:
 
 
 def _exported(kind: str, form: str, tmp_path) -> tuple[Backbone, str]:
-    """A model, and where it lies."""
     model, write = _model(SPECS[kind]), FORMATS[form]
     place = tmp_path / f"x{write[1]}"
     assert write[0](model, place)
@@ -142,9 +141,7 @@ class TestIn:
     def test_a_name_where_no_file_has_one(self, tmp_path):
         theirs = randomised(timm.create_model("convnext_atto", num_classes=3))
         torch.save(theirs.state_dict(), tmp_path / "a.pth")
-        with pytest.raises(
-            CheckpointError, match=r"no Vision Transformer .* name another network .*: --backbone"
-        ) as line:
+        with pytest.raises(CheckpointError, match=r"no Vision Transformer .* another network .*: --backbone") as line:
             load(tmp_path / "a.pth")
         assert "\n" not in str(line.value)
         ours = load(tmp_path / "a.pth", backbone="convnext_atto")
@@ -265,11 +262,7 @@ class TestStart:
         [
             (ForeignSpec("resnet34"), {}, "is a resnet18, not a resnet34; start with --model.backbone resnet18"),
             (ForeignSpec("resnet18"), {}, "x.safetensors lacks 48 of 120 tensors: backbone.layer1.1.bn1.bias"),
-            (
-                RESNET,
-                {"model.backbone": "vit_tiny_patch16_224", "model.arguments": "{}"},
-                "is a resnet18, not a Vision Transformer",
-            ),
+            (RESNET, {"model.backbone": "vit_tiny_patch16_224", "model.arguments": "{}"}, "is a resnet18, not a Vi"),
         ],
         ids=["name", "shapes", "vit"],
     )

@@ -79,7 +79,7 @@ def _huggingface(folder, kind: str, **changes):
         (
             "Dinov2WithRegisters",
             {"num_register_tokens": 2},
-            "it has registers 2, not 0, layer scale True, not False;",
+            "it has registers 2, not 0, layer scale True",
             "--model.backbone vit_small_patch14_dinov2 --model.registers 2",
         ),
         ("ViT", {"num_hidden_layers": 4}, "it has depth 4, not 2;", "--model.depth 4"),
