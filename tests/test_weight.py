@@ -1,6 +1,6 @@
-"""Ceilings on how much there is to read, to keep and to test.
+"""Ceilings on how much there is to read, to keep and to test: 2 % above what stood at the last release.
 
-They only go down. Whoever raises one says in the same line what it bought.
+Maintainers bring them down at a release. Whoever raises one meanwhile says in the same line what it bought.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    # 2,040 lines, 8 files and 2,220 lines of tests bought: data files that name no code, features with a digest,
-    # servers and files that are bounded and compared, classes by name, one side for a file, users' own parts that
-    # resume, BatchNorm that keeps a start, measured image settings, runs that end with their launcher, two hosts,
-    # bench tune.
     "package lines": 42_300,
     "package files": 191,
     "test lines": 35_300,

@@ -292,8 +292,8 @@ def wrong_key(name: str) -> str:
     parents = [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 2)]
     if known := next((parent for parent in parents if parent in refused), None):
         return f"refused: {refused[known]}"
-    if home := words_elsewhere("recipe_keys").get(parents[0]):
-        return f"not a key of the ds JSON: it belongs to the recipe: {home}"
+    if key := words_elsewhere("recipe_keys").get(parents[0]):
+        return f"not a key of the ds JSON: it belongs to the recipe: {key}"
     return f"unknown key.{did_you_mean(name, key_names())}"
 
 

@@ -336,12 +336,12 @@ def key_elsewhere(name: str) -> str | None:
     if inside:
         return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
     leaf = name.rpartition(".")[2]
-    if home := words_elsewhere("ds_keys").get(leaf):
-        return f"it belongs to the ds JSON: {home} (--ds.{home})"
+    if section := words_elsewhere("ds_keys").get(leaf):
+        return f"it belongs to the ds JSON: {section} (--ds.{section})"
     if removed := words_elsewhere("options").get(name if "." in name else ""):
         return removed
-    home = words_elsewhere("recipe_keys").get(leaf, name)
-    return None if home == name else f"here it is {home}"
+    key = words_elsewhere("recipe_keys").get(leaf, name)
+    return None if key == name else f"here it is {key}"
 
 
 class _Dumper(yaml.SafeDumper):

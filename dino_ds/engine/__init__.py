@@ -1,1 +1,1 @@
-"""The wall around DeepSpeed: the only room that knows its engine, its optimizers and its traps."""
+"""The only package that knows DeepSpeed: its engine, its optimizers and its traps."""

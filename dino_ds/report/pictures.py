@@ -242,11 +242,11 @@ class PictureFiles:
     """
 
     def __init__(self, model: str, out: str | None, kinds: Sequence[str]) -> None:
-        home = find_model_folder(model)
-        default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
+        source = find_model_folder(model)
+        default = source.folder / "pictures" / source.name if source.folder.is_dir() else Path("pictures")
         self._folder = Path(os.path.expanduser(out)) if out else default
         self.written: list[str] = []
-        for kind in kinds if out or not home.is_run else ():
+        for kind in kinds if out or not source.is_run else ():
             check_absent(self._folder / f"{kind}.png")
         if reason := why_not_writable(self._folder / "a.png"):
             raise _not_written(self._folder, reason)
