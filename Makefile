@@ -1,7 +1,6 @@
 # make train: set up, then the main job on the embedded photographs; RUN= names the run folder, runs/quickstart without.
 # make format, lint, test-fast: the loop of a change (CONTRIBUTING.md).   make test, test-all: before it is handed on.
-# make bench-gpu: the figures that docs/notes/performance.md wants of a GPU, as JSON in bench_results/. PART=step_l16 makes one
-# of its parts; VENV= PYTHON=python3 takes an interpreter that has the dependencies, and installs nothing.
+# make gpu-check: whether all works on your GPU, and how fast, in a quarter of an hour; OUT= names the folder of results.
 # VENV=/path puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter; RANKS=4 the number of
 # processes (default: one a GPU, at most two; two without a GPU).
 VENV ?= .venv
@@ -10,7 +9,7 @@ FREE_PORT = $$($(VENV)/bin/python -c 'from dino_ds.basics.machine import find_fr
 RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults site tiers bench-gpu setup clean
+.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults site tiers gpu-check setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) --master_port $(FREE_PORT) dino_ds/train.py \
@@ -60,25 +59,10 @@ site: setup
 tiers: setup
 	$(VENV)/bin/python -m scripts.tiers
 
-# Parts of less than six minutes each, after which they are cut off; one that fails leaves the results of the others.
-BENCH_PARTS := step_s16 step_b16 step_l16 ladder_s16 inference_s16
-PART ?= $(BENCH_PARTS)
-BENCH_PYTHON := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-BENCH_STEP := dino_ds bench step --json --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
-	--compare ds.dino_ds.compile=off,default --steps 15 --warmup 5
-bench_step_s16 := $(BENCH_STEP) --batch 256
-bench_step_b16 := $(BENCH_STEP) --batch 256 --model.backbone vit_base_patch16_224
-bench_step_l16 := $(BENCH_STEP) --batch 96 --model.backbone vit_large_patch16_224
-bench_ladder_s16 := dino_ds bench ladder --json --config vits16 --batch 64
-bench_inference_s16 := dino_ds bench inference --json vit_small_patch16_224 --random --batches 1,16,256
-bench-gpu: $(if $(VENV),setup)
-	@$(BENCH_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "bench-gpu: no GPU is found")'
-	@$(MAKE) --no-print-directory -j1 --keep-going $(PART:%=bench-gpu-%)
-
-$(BENCH_PARTS:%=bench-gpu-%): bench-gpu-%:
-	@mkdir -p bench_results
-	timeout 355 $(BENCH_PYTHON) -m $(bench_$*) > bench_results/$*.part
-	@mv bench_results/$*.part bench_results/$*.json && ls -l bench_results/$*.json
+# Says so in a line where there is no GPU. VENV= PYTHON=python3 takes an interpreter that has the dependencies.
+OUT ?= gpu_check
+gpu-check: $(if $(VENV),setup)
+	$(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m scripts.gpu_check --out "$(OUT)"
 
 setup: $(READY)
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from dino_ds.basics.ranges import PARTS
-from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions, find_command
-from dino_ds.options.flags import parse_flags, read
+from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
 from dino_ds.planning.bench import inference, ladder, step
 from dino_ds.planning.measure import ChildResult, about, heading
 from dino_ds.weights.export import export_safetensors
@@ -149,19 +144,6 @@ def test_ladder(capsys, no_children):
     assert result["exact_total_memory_ratio"] == 1.0
     page = ladder._page(result)
     assert "| plain step " in page and "64 prototypes, 2 images per process" in page
-
-
-def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
-    """Without a virtual environment nothing is installed either."""
-    words = ["make", "-n", "bench-gpu", "VENV=", f"PYTHON={sys.executable}"]
-    printed = subprocess.run(words, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
-    assert ".ci/setup" not in printed
-    parts = [shlex.split(line) for line in printed.splitlines() if line.startswith("timeout")]
-    assert len({part[-1] for part in parts}) == len(parts) == 5, "each writes a file of its own"
-    for _, seconds, python, _, module, *rest, _, _ in parts:
-        assert float(seconds) < 360 and python == sys.executable and module == "dino_ds"
-        command, flags = find_command(rest)
-        assert read(command, parse_flags(command, flags))[0].json
 
 
 @pytest.fixture
