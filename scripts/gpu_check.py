@@ -55,7 +55,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "quickstart_dinov2": (), "quickstart_dinov3": (), "vits16": _PHOTOS, "dinov2_vits14": _PHOTOS,
     "dinov3_vits16": _PHOTOS, "resnet18": (*_PHOTOS, "--optimizer.kind", "lars"), "convnext_tiny": _PHOTOS,
 }  # fmt: skip
-"""Kinds of recipes that begin with no other run, and options."""
 OPTIONS = {
     "compiled": ("--ds.dino_ds.compile", "default"), "captured": ("--ds.dino_ds.compile", "reduce-overhead"),
     "varlen": ("--ds.dino_ds.attention", "varlen"), "plain": ("--ds.dino_ds.fast_paths", "false"),
