@@ -90,7 +90,9 @@ def test_the_pages_run_in_their_order(here, monkeypatch, capsys):
 def _run(line: str) -> None:
     words = shlex.split(line, comments=True)
     short = SHORT.get(words[0], "").replace("2", "3" if "--resume" in words else "2")
-    words += shlex.split(short.replace("0 steps", "9 steps", 1) if "--eval.val_share" in words else short)
+    words += shlex.split(
+        short.replace("0 steps", "9 steps", 1) if {"--eval.val_share", "--resume"} & {*words} else short
+    )
     program = {"finetune_classification": finetune_classification, "finetune_segmentation": finetune_segmentation}
     code: object = 0
     try:
