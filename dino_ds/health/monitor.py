@@ -1,7 +1,7 @@
 """The monitor, a process next to each rank that notices hangs, deaths and stop requests while the rank is busy; and the
 rank's side, which starts it and reports the first failure.
 
-python -m dino_ds.health.monitor imports the standard library only. It reads its rank's progress from shared memory,
+python -m dino_ds.health.monitor needs no torch. It reads its rank's progress from shared memory,
 publishes it every `PUBLISH_SECONDS`, and ends with its rank, whose end closes its stdin.
 """
 
