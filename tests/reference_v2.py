@@ -53,10 +53,8 @@ def _value(stored: Tensor) -> Tensor:
 
 
 def our_name(theirs: str, dinov3: bool = False) -> str:
-    """A parameter's name in the reference -> ours: timm's in the backbone; its "dino_head" is "head" here.
-
-    dinov3: of a network with rotary positions, whose names are those of timm's Eva.
-    """
+    """A parameter's name in the reference -> ours: timm's in the backbone; its "dino_head" is "head" here. dinov3: of a
+    network with rotary positions, whose names are those of timm's Eva."""
     for pattern, ours in (*_NAMES, *(_DINOV3_NAMES if dinov3 else ())):
         theirs = re.sub(pattern, ours, theirs)
     return theirs
@@ -65,12 +63,10 @@ def our_name(theirs: str, dinov3: bool = False) -> str:
 def from_reference_v2(
     tensors: Mapping[str, Tensor], prefix: str = "", learned_lengths: bool = False, dinov3: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors below `prefix` under our names; prototypes' lengths are all 1 and left out unless learned.
-
-    With registers the place of the CLS token is added to it: our position embedding covers the patches alone then.
-    dinov3: of its networks, whose bias of queries, keys and values is cut in three; "attn.k_bias" is left out where its
-    mask makes it zero.
-    """
+    """The tensors below `prefix` under our names; prototypes' lengths are all 1 and left out unless learned. With
+    registers the place of the CLS token is added to it: our position embedding covers the patches alone then. dinov3:
+    of its networks, whose bias of queries, keys and values is cut in three; "attn.k_bias" is left out where its mask
+    makes it zero."""
     ours = {our_name(name.removeprefix(prefix), dinov3): t for name, t in tensors.items() if name.startswith(prefix)}
     for name in [name for name in ours if name.endswith("prototypes.lengths") and not learned_lengths]:
         assert torch.all(ours.pop(name) == 1)

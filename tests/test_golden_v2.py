@@ -87,10 +87,8 @@ def _trajectory(name: str, stage: int) -> None:
 
 
 def _compare_final(run: Any, recorded: dict[str, Tensor], name: str, ours: dict[str, dict[str, Tensor]]) -> None:
-    """Compare final tensors to ten times what changing the initial ones by 1e-6 does to them (`sensitivity`).
-
-    It does most in the bias of queries, keys and values: a key's has no true gradient, and Adam follows its rounding.
-    """
+    """Compare final tensors to ten times what changing the initial ones by 1e-6 does to them (`sensitivity`). It does
+    most in the bias of queries, keys and values: a key's has no true gradient, and Adam follows its rounding."""
     for kind, state in ours.items():
         expected = from_reference_v2(recorded, f"{name}.{kind}.", learned_lengths=True)
         for key, tensor in expected.items():

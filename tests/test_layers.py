@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -124,8 +125,6 @@ def _is_text(node: ast.AST) -> bool:
 
 def test_no_module_hides_one_of_the_standard_library_s():
     """The launcher puts dino_ds/ first on sys.path."""
-    import sys
-
     names = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     assert not names & set(sys.stdlib_module_names)
 

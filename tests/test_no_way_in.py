@@ -33,7 +33,7 @@ ALLOWED = {
     ("dino_ds/cli/main.py", "importlib.import_module"): "a command's module, from the table of commands",
     ("dino_ds/planning/doctor.py", "importlib.import_module"): "packages of a fixed list: do they load?",
     ("dino_ds/planning/measure.py", "importlib.import_module"): "a function named by the process that started this one",
-    ("tests/test_pages.py", "exec"): "the examples of our own pages",
+    ("tests/test_docs.py", "exec"): "the examples of our own pages",
 }
 IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}
 """Calls allowed in tests, on bytes that the test has just made itself."""

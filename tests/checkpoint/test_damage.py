@@ -265,8 +265,7 @@ def _live(folder: Path, start: int = 0, budget: float = float("inf"), seed: int 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.full)])
 def test_no_death_tears_a_checkpoint(tmp_path, kills):
-    """SIGKILL at random points of writing: nothing that was said to be complete is lost, what is found is whole, and
-    the run goes on."""
+    """SIGKILL at random points of writing: what was said to be complete is found whole, and the run goes on."""
     assert _live(tmp_path / "whole") == 0
     rng, spent = random.Random(11), float((tmp_path / "whole/spent").read_text())
     for number in range(kills):

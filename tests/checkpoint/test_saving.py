@@ -201,8 +201,7 @@ class TestFullDisk:
 
     @pytest.mark.parametrize("mib,good", [(1, 0), (4, 2), (6, 4)])
     def test_a_real_full_disk(self, tmp_path, mib, good, monkeypatch):
-        """Checkpoints of 1.6 MB, two of which stay, on a disk of a few MiB. The check of free space is switched off,
-        so that writing runs into the end of the disk."""
+        """Two checkpoints of 1.6 MB on a disk of a few MiB; without the check of free space, writing meets its end."""
         mount_disk(tmp_path, 1024 * mib)
         try:
             monkeypatch.setattr(checkpoint_saving, "_SPARE_FRACTION", -1.0)

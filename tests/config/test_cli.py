@@ -18,10 +18,12 @@ import pytest
 import dino_ds.cli.main as cli
 from dino_ds import __version__
 from dino_ds.basics.names import words_elsewhere
-from dino_ds.cli.commands import function_of
+from dino_ds.cli.commands import _surely_lacks_fp16, function_of
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
+from dino_ds.engine.process import fp16_supported
 from dino_ds.errors import CheckpointError
+from dino_ds.evals.context import Settings
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import (
     COMMANDS,
@@ -35,7 +37,9 @@ from dino_ds.options.commands import (
 )
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
+from dino_ds.report.pictures import KINDS
 from dino_ds.run.train_options import TrainOptions
+from dino_ds.weights.export import FORMATS
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,8 +225,7 @@ def test_on_several_machines_the_ranks_choose_no_folder(
 def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
     words: str, source: str, evals: object, notes: list[str], calls: list[Any], tmp_path: Path
 ):
-    """A folder of images is one; evaluations that the recipe has for its own images are left out. Both are said; what
-    the command line names stays as it is."""
+    """Evaluations for the images of the recipe are left out, which is said; what the command line names stays."""
     places = {name: tmp_path / name for name in ("imgs", "set", "none")}
     for file in ("imgs/train/a/1.jpg", "imgs/list.txt", "set/cifar-10-batches-py/data_batch_1", "set/example.png"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -342,10 +345,6 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
 
 
 def test_choices_and_defaults_that_are_only_shown_are_those_of_the_tools():
-    from dino_ds.evals.context import Settings
-    from dino_ds.report.pictures import KINDS
-    from dino_ds.weights.export import FORMATS
-
     choices = {
         (name, option.name): option.choices for name, command in COMMANDS.items() for option in command.own_options
     }
@@ -453,9 +452,6 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(tmp_path: Path):
 
 
 def test_a_machine_that_surely_lacks_fp16_does(monkeypatch):
-    from dino_ds.cli.commands import _surely_lacks_fp16
-    from dino_ds.engine.process import fp16_supported
-
     has_fp16 = fp16_supported()
     monkeypatch.delitem(sys.modules, "torch")
     assert not (_surely_lacks_fp16() and has_fp16)

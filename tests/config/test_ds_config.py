@@ -301,7 +301,7 @@ def test_auto_batch_sizes(content: dict[str, Any], micro: int, accumulation: int
 def test_batch_sizes_that_disagree(content: dict[str, Any], says: str):
     with pytest.raises(ConfigError) as caught:
         _resolve(content)
-    assert str(caught.value) == says
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(

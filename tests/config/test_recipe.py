@@ -86,8 +86,7 @@ def test_several_recipes_go_one_over_another(write):
 
 
 def test_a_file_extends_a_shipped_recipe_or_a_file_beside_it(write, tmp_path: Path, monkeypatch):
-    """Keys over keys, lists replaced whole, through any number of files, from any working folder; what a run writes
-    down has all of it."""
+    """Keys over keys, lists whole, through any number of files, from any folder; what a run writes has all of it."""
     write("extends: cifar10\ncrops: {global_scale: [0.5, 0.9]}\noptimizer: {lr: 1e-3}\n", "base.yaml")
     (tmp_path / "more").mkdir()
     path = write("extends: ../base.yaml\noptimizer: {min_lr: 2e-5}\n", "more/mine.yaml")
@@ -121,8 +120,7 @@ def test_what_can_t_be_extended_is_said_in_one_line(write, tmp_path: Path, base:
 
 @pytest.mark.parametrize("backbone", ["convnext_atto", "efficientnet_b0", "mobilenetv3_small_050"])
 def test_another_backbone_drops_what_is_the_recipe_s_network_s(write, backbone: str):
-    """Arguments of the recipe's network, and sizes that the other lacks, with a line that names them; what is given
-    beside the name stays, and so do the arguments of the same network."""
+    """Its arguments and sizes that the other lacks, in a line that names them; what is given beside the name stays."""
     mine = write(f"extends: resnet18\nmodel: {{backbone: {backbone}}}\n")
     for config, overrides in (("resnet18", {"model.backbone": backbone}), (mine, {})):
         notes: list[str] = []
@@ -141,8 +139,7 @@ def test_another_backbone_drops_what_is_the_recipe_s_network_s(write, backbone: 
 
 
 def test_all_mistakes_of_a_file_are_said_at_once_as_they_are_written(write):
-    """Unknown keys, values of a wrong kind, and sections that contradict each other; not what only follows from a
-    mistake: 20 is no multiple of the default's patches of 16, and the file's are misspelt."""
+    """Not what only follows from a mistake: 20 is no multiple of the default's patches, and the file's are misspelt."""
     text = "optimizer: {lr: fast, kind: sgd}\ncrops: {global_size: [32, 64], local_scale: [0.5, 0.2]}\n"
     text += "head: {prototype: 48}\nteacher: {distill: features}\neval: {k: 30, bank_images: 20}\n"
     lines = [line.partition("my.yaml: ")[2] or line for line in _problems(write(text))]

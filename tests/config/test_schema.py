@@ -1,9 +1,8 @@
-"""One declaration says all of a setting: what a command declares, here in a test alone, is in help, is parsed, is
-checked, reaches its function, and is a function of the Python API.
-"""
+"""One declaration says all of a setting, for help, parsing, checks and Python; words of other programs are answered."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -11,10 +10,14 @@ from pydantic import Field
 
 import dino_ds
 import dino_ds.cli.main as cli
+from dino_ds.basics.names import words_elsewhere
+from dino_ds.cli.main import parse
+from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Count, Listed, Positive, option
+from dino_ds.config.loading import recipe_options
 from dino_ds.errors import ConfigError
-from dino_ds.options.commands import help_text
-from dino_ds.options.definition import COMMANDS, Json, Model, Result, command
+from dino_ds.options.commands import COMMANDS, find_command, help_text
+from dino_ds.options.definition import Json, Model, Result, command
 
 
 def count_toys(options: Any) -> Result:
@@ -81,3 +84,41 @@ def test_values_are_checked_by_what_is_declared(toy: type, typed: str, says: str
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="less than or equal to 9"):
         toy(model="a", rounds=10)
+
+
+OPTIONS, MEANT = words_elsewhere("options"), words_elsewhere("same_option")
+
+
+def _refusal(words: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_word_of_another_program_gets_its_answer():
+    own = {name: {option.name for option in one.all_options} for name, one in COMMANDS.items()}
+    own["train"] |= {option.name for option in recipe_options()}
+    for word, answer in OPTIONS.items():
+        assert answer in _refusal(["train", f"--{word}", "3"]), word
+    for word, answer in MEANT.items():
+        for asked in ("train", "embed", "eval"):
+            meant = next((name for name in answer.split() if name in own[asked]), None)
+            if meant and word not in own[asked]:
+                assert f"write --{meant}" in _refusal([asked, f"--{word}", "3"]), (asked, word)
+    for word, answer in words_elsewhere("commands").items():
+        assert answer in _refusal([word]), word
+
+
+def test_answers_name_options_and_commands_that_there_are():
+    known = {option.name for one in COMMANDS.values() for option in one.all_options}
+    known |= {option.name for option in recipe_options()} | {f"ds.{key}" for key in key_names()}
+    known |= {"ds.KEY", "objective.KEY", "num_gpus", "nproc_per_node", "max_restarts", "help"}
+    known |= {"local"}  # hf has --local-dir
+    for answer in (*OPTIONS.values(), *words_elsewhere("commands").values()):
+        assert {name.rstrip(".") for name in re.findall(r"--([\w.]+)", answer)} <= known, answer
+        assert all(find_command(name.split()) for name in re.findall(r"dino-ds ([a-z-]+(?: [a-z-]+)?)", answer)), answer
+    assert {option for answer in MEANT.values() for option in answer.split()} <= known
+    ds, recipe = words_elsewhere("ds_keys"), words_elsewhere("recipe_keys")
+    assert set(ds.values()) <= {*key_names()} and not {o.name.split(".")[-1] for o in recipe_options()} & set(ds)
+    assert {word.strip(",") for home in recipe.values() for word in home.split() if "." in word.strip(",.")} <= known

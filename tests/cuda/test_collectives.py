@@ -186,8 +186,7 @@ def test_collectives_of_a_step(objective):
 
 
 def test_collectives_of_the_engine():
-    """What of them is ours: the teacher's under ZeRO 3, the gradient's norm, LARS, Muon, and the new weights, which a
-    resume gathers too."""
+    """Ours: the teacher's under ZeRO 3, the gradient's norm, LARS, Muon, and new weights, on a resume too."""
     with values_on_gpu() as collectives:
         shard = torch.ones(10, device=CUDA)
         weights = {"a": torch.empty(10, 8, device=CUDA)}

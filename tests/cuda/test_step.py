@@ -33,10 +33,8 @@ IMAGES = 64
 def step(
     gpu: FakeCuda, model: dict[str, object], performance: PerformanceOptions, dtype: torch.dtype, checkpoint: int = 0
 ) -> None:
-    """What `TrainingStep.micro_batch` does, by parts, without DeepSpeed's own.
-
-    "loss": with the prototypes' own part of the student's forward pass, and the larger part of their gradient.
-    """
+    """What `TrainingStep.micro_batch` does, by parts, without DeepSpeed's own. "loss": with the prototypes' own part of
+    the student's forward pass, and the larger part of their gradient."""
     recipe = Recipe.model_validate({"model": {"backbone": "vit_small_patch16_224", "drop_path": 0.0} | model})
     objective = build_objective(recipe, torch.device(CUDA))
     queries = objective.queries

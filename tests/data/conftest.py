@@ -1,10 +1,17 @@
-"""Modules of a user's."""
+"""A cache of its own for each test, and modules of a user's."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -114,9 +114,8 @@ def test_a_changed_file_on_a_disk(tmp_path, name, change, in_place):
 @pytest.mark.parametrize("validators", [("ETag", "Last-Modified"), ("Last-Modified",), ()], ids=["ETag", "time", "no"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["0.tar", "index.jsonl", "0.parquet"])
-def test_a_changed_file_on_a_server(tmp_path, monkeypatch, name, change, validators):
+def test_a_changed_file_on_a_server(tmp_path, name, change, validators):
     """Where neither the server nor an index can tell, this is said at the start, and the next start reads all anew."""
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
     indexed, name = name == "index.jsonl", name.replace("index.jsonl", "0.tar")
     path = tmp_path / "set" / name
     path.parent.mkdir()
@@ -231,10 +230,8 @@ CASES = [(cache, damage) for cache in CACHES for damage in DAMAGES]
 CASES.remove(("remote", "a file for its folder"))  # refused: data.remote_cache_gib asks for it
 
 
-@pytest.mark.parametrize(("cache", "damage"), CASES)
-def test_a_file_that_cannot_be_used_is_made_anew(cache, damage, tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("DINO_DS_CACHE", str(folder))
+@pytest.mark.parametrize(("kind", "damage"), CASES)
+def test_a_file_that_cannot_be_used_is_made_anew(kind, damage, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(step_costs, "_found", {})
     for number, name in enumerate(("cat/1.png", "cat/2.png", "dog/1.png")):
         (path := tmp_path / "classes" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -244,8 +241,8 @@ def test_a_file_that_cannot_be_used_is_made_anew(cache, damage, tmp_path, monkey
     (tmp_path / "list.txt").write_text("classes/cat/1.png\tcat\nclasses/dog/1.png\tdog\n")
     with tarfile.open(tmp_path / "shard.tar", "w") as shard:
         shard.add(tmp_path / "classes", "classes")
-    read = CACHES[cache]
+    read = CACHES[kind]
     wanted = read(tmp_path)
-    (file,) = (path for path in folder.rglob("*") if path.suffix in (".json", ".safetensors", ".part"))
+    (file,) = (path for path in cache.rglob("*") if path.suffix in (".json", ".safetensors", ".part"))
     DAMAGES[damage](file)
     assert read(tmp_path) == wanted and read(tmp_path) == wanted

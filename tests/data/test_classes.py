@@ -69,11 +69,6 @@ def colors(source) -> dict[int, str]:
     return {red: source.classes[label] for red, label in zip(reds(source), source.labels, strict=True)}
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
-
-
 WANTED = {red: name for name, red in REDS.items()}
 PATTERNS = {"tar": "{a,b}/*.tar", "Parquet": "{a,b}/*.parquet", "partitions": "{a,b}/*/*.parquet"}
 

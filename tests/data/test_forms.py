@@ -30,8 +30,7 @@ CLASSES = [0, 0, 0, 1, 1]
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+def tree(tmp_path) -> Path:
     for name in (*TREE, *HIDDEN):
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)

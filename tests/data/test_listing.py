@@ -22,12 +22,6 @@ from tests.data import files
 from tests.data.files import members, reds
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def tree(root: Path, *names: str) -> Path:
     """Images of another color each, in folders that have not been touched for a while."""
     for number, name in enumerate(names):
@@ -51,10 +45,10 @@ def scans(monkeypatch) -> list[Path]:
 
 
 def test_the_second_start_reads_no_folder(cache, tmp_path, scans):
-    root = tree(tmp_path / "images", "cat/1.png", "dog/2.png", "dog/deep/3.png")
+    root = tree(tmp_path / "images", "cat/1.png", "dog/2.png", "dog/deep/3.PNG")
     first, second = ImageFolder(str(root)), ImageFolder(str(root))
     assert len(scans) == 1
-    assert members(first) == members(second) == ["cat/1.png", "dog/2.png", "dog/deep/3.png"]
+    assert members(first) == members(second) == ["cat/1.png", "dog/2.png", "dog/deep/3.PNG"]
     assert second.labels == [0, 1, 1] and second.classes == ["cat", "dog"]
     assert second.load(2).getpixel((0, 0)) == (2, 0, 0)
 

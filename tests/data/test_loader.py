@@ -1,4 +1,4 @@
-"""The loader: the same images in the same order and the same crops, whoever shares the work and wherever it starts."""
+"""The loader and its feed: the same images and crops in the same order, whoever shares the work, wherever it starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -21,11 +24,12 @@ from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import batches as workers_module
+from dino_ds.data import loader as feed_module
 from dino_ds.data import loader as loader_module
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, automatic_workers
 from dino_ds.data.feed import Position
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.loader import Loader, ResumableSampler, steps_per_epoch
+from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError, is_out_of_memory
 from dino_ds.run.reports import allowed_bad_images
@@ -226,19 +230,12 @@ def test_a_source_that_raises_something_else_is_named():
 
 
 def _workers(loader):
-    import psutil
-
     return [psutil.Process(worker.pid) for worker in loader._batches._workers]
 
 
 @pytest.mark.slow
 def test_a_killed_worker_is_named_and_started_again_once():
-    """torch would hang or print a traceback. No image is lost or seen twice; the second death is an error.
-
-    Also where batches are taken only if they are there.
-    """
-    import psutil
-
+    """No image is lost or seen twice, also where batches are taken if they are there; a second death is an error."""
     undisturbed, loader = open_loader(workers=0), open_loader()
     everything = [next(undisturbed).indices.tolist() for _ in range(40)]
     seen = [next(loader).indices.tolist()]
@@ -269,8 +266,6 @@ class Stuck(Noise):
 
 @pytest.mark.slow
 def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
-    import psutil
-
     monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.1)
     loader = Loader(Stuck(8), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=1, patience=0.5), START)
     assert loader.next_if_ready() is None
@@ -283,8 +278,6 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
 
 
 def test_too_little_shared_memory_is_said_before_the_first_batch(monkeypatch):
-    from types import SimpleNamespace
-
     monkeypatch.setattr(
         workers_module.os, "statvfs", lambda path: SimpleNamespace(f_bavail=64 * 2**20, f_frsize=1)
     )  # what Docker gives
@@ -317,10 +310,7 @@ def open_loader(workers: int = 2, images: int = 200, **options) -> Loader:
 def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
     """They reach every process, even before a worker has begun, and the server that forks workers; the parent still
     gets the batch that it waits for, without a traceback. A loader that nobody closes does not hold up its program's
-    end.
-
-    The script is one whose import is noticed: workers must not run it again.
-    """
+    end. The script is one whose import is noticed: workers must not run it again."""
     script = tmp_path / "job.py"
     script.write_text(
         textwrap.dedent(
@@ -373,8 +363,6 @@ def _load_for_ever(pipe) -> None:
 
 @pytest.mark.slow
 def test_workers_end_when_the_run_is_killed():
-    import psutil
-
     here, there = multiprocessing.Pipe()
     job = psutil.Process(fork_server().fork(_load_for_ever, there))
     family = [psutil.Process(pid) for pid in here.recv()]
@@ -398,3 +386,108 @@ def test_the_whole_data_set_is_held_to_the_fraction_exactly():
     assert allowed_bad_images(1.0, 20, 20) == 20
     assert [allowed_bad_images(0.0, drawn, 1000) for drawn in (1, 500, 1000)] == [0, 0, 0]
     assert min(allowed_bad_images(1e-4, drawn, 10**9) for drawn in (1, 8, 64, 512)) >= 1
+
+
+def prefetcher(device: str, augment: str, workers: int = 0) -> DevicePrefetcher:
+    where = torch.device(device)
+    return DevicePrefetcher(
+        Loader(
+            Noise(),
+            CROPS,
+            LoaderOptions(global_batch=GLOBAL, micro_batch=4, workers=workers, augment=augment, device=where),
+            START,
+        ),
+        where,
+    )
+
+
+def same_crops(a, b) -> bool:
+    return list(a) == list(b) and all(torch.equal(x, y) for x, y in zip(all_crops(a), all_crops(b), strict=True))
+
+
+@BOTH
+def test_crops_are_those_of_the_batches(augment):
+    fed = prefetcher("cpu", augment)
+    for fed_batch, batch in zip(itertools.islice(fed, 5), batches(5, 4, augment=augment), strict=True):
+        assert torch.equal(fed_batch.indices, batch.indices)
+        assert (fed_batch.epoch, fed_batch.names, fed_batch.bad) == (batch.epoch, batch.names, batch.bad)
+        assert same_crops(fed_batch.crops, augmented_crops(batch))
+    fed.close()
+
+
+class Recorder:
+    """A loader, a device and its streams that only write down what the host does, in order."""
+
+    def __init__(self, monkeypatch, ready):
+        self.did, self.ready, self.notes = [], ready, []
+        self.batches = (SimpleNamespace(number=number, params=None) for number in itertools.count(1))
+        self.streams = ["step"]
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(feed_module, "to_device", self.to_device)
+        self.prefetcher = DevicePrefetcher(self, torch.device("cuda", 0))
+
+    def __next__(self):
+        self.did.append("wait")
+        return next(self.batches)
+
+    def next_if_ready(self):
+        if isinstance(self.ready, DataError):
+            raise self.ready
+        return next(self.batches) if self.ready else None
+
+    @contextmanager
+    def stream(self, stream):
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def wait_stream(self, stream):
+        self.did.append(f"step waits for {stream}")
+
+    def to_device(self, batch, device):
+        number = batch.number
+        self.did.append(f"augment {number} on {self.streams[-1]}")
+        tensor = SimpleNamespace(record_stream=lambda stream: self.did.append(f"keep {number} for the step"))
+        masks = {"global": {"rows": tensor}}
+        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, masks=masks, number=number)
+
+    def step(self):
+        self.did.clear()
+        got = next(self.prefetcher).number
+        self.did.append("backward")
+        self.prefetcher.prefetch()
+        self.did.append("optimizer")
+        return got, self.did
+
+
+def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypatch):
+    recorder = Recorder(monkeypatch, ready=False)
+    for number in (1, 2):
+        got, did = recorder.step()
+        assert (
+            got == number and did[:2] == ["wait", f"augment {number} on side"] and did[-2:] == ["backward", "optimizer"]
+        )
+
+
+def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
+    recorder = Recorder(monkeypatch, ready=DataError("100 images in a row"))
+    assert recorder.step()[1][-1] == "optimizer"
+    with pytest.raises(DataError, match="in a row"):
+        next(recorder.prefetcher)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+@BOTH
+def test_a_gpu_is_fed_the_same_crops(augment, workers):
+    """Also when the step writes over its memory: nothing of the next batch may lie there yet."""
+    fed = prefetcher("cuda", augment, workers)
+    for fed_batch, batch in zip(itertools.islice(fed, 12), batches(12, 4, augment=augment), strict=True):
+        fed.prefetch()
+        assert fed_batch.indices.is_cuda and torch.equal(fed_batch.indices.cpu(), batch.indices)
+        for a, b in zip(all_crops(fed_batch.crops), all_crops(augmented_crops(batch)), strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1 / 58)
+            a.zero_()
+    fed.close()

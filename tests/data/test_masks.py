@@ -48,10 +48,8 @@ def of_both(recorded: int) -> float:
 
 
 def assert_quantiles(values: np.ndarray, recorded: list[float], error: float, more: float = 0.0) -> None:
-    """Recorded quantiles stand at their levels in our distribution.
-
-    It has steps, whole patches, so a level may be any of its step's. error: 1 / sqrt(n); more: allowed besides.
-    """
+    """Recorded quantiles stand at their levels in our distribution. It has steps, whole patches, so a level may be any
+    of its step's. error: 1 / sqrt(n); more: allowed besides."""
     below, upto = ([(values + sign * 1e-4 <= q).mean() for q in recorded[1:-1]] for sign in (1, -1))  # four digits
     allowed = SIGMAS * error * np.sqrt(LEVELS * (1 - LEVELS)) + more
     assert (np.array(below) - allowed <= LEVELS).all() and (np.array(upto) + allowed >= LEVELS).all()
@@ -59,11 +57,8 @@ def assert_quantiles(values: np.ndarray, recorded: list[float], error: float, mo
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_hidden_parts_of_masked_crops_are_distributed_as_the_reference_s(name):
-    """An even range of width .4 has the standard deviation .1155 and the kurtosis 1.8.
-
-    The reference takes the upper edge of a ratio's bin in dinov3: its mean is half a bin higher, and a quantile's level
-    is up to a bin away.
-    """
+    """An even range of width .4 has the standard deviation .1155 and the kurtosis 1.8. The reference takes the upper
+    edge of a ratio's bin in dinov3: its mean is half a bin higher, and a quantile's level is up to a bin away."""
     found, options = RECORDED[name], options_of(name)
     ratios = hidden_parts(options)
     masked = found["masked_crops_per_batch"][0]

@@ -84,8 +84,6 @@ def test_whole_pipeline_equals_torchvisions_for_the_drawn_parameters(augment):
 
 
 def test_global_generators_are_neither_used_nor_moved():
-    import random
-
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
     first = multicrop()(photo(), 5)
     assert torch.equal(torch.get_rng_state(), states[0])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from itertools import islice
@@ -42,11 +44,6 @@ from tests.run.harness import REPOSITORY, image_folder, losses_of, train_tiny, w
 
 SHARDS, IN_SHARD = 12, 3
 IMAGES = SHARDS * IN_SHARD
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -442,9 +439,6 @@ def test_an_object_that_is_replaced_is_noticed(bucket):
 
 
 def _tar(value):
-    import io
-    import tarfile
-
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         info = tarfile.TarInfo("a.png")

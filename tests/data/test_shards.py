@@ -18,8 +18,7 @@ from tests.data.files import members, png, read, reds
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+def _opened():
     cached = shards_module._open_shard
     yield
     cached.cache_clear()

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import dino_ds.data
 from dino_ds.basics.own_code import allow_code
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import mixture
+from dino_ds.data import mixture as photos
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import ImageSet, build_source
 from dino_ds.errors import ConfigError, DataError, UserError
@@ -32,23 +34,6 @@ def save(path: Path, color: tuple[int, int, int] = ORANGE, size: tuple[int, int]
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path)
     return path
-
-
-def test_class_folders_give_labels_in_sorted_order(tmp_path):
-    for name in ("dog/2.png", "cat/1.png", "cat/deep/er/0.PNG", "dog/10.jpeg"):
-        save(tmp_path / name)
-    (tmp_path / "dog/readme.txt").write_text("no image")
-    save(tmp_path / "dog/.hidden.png")
-    source = read(tmp_path)
-    assert [os.path.relpath(source.name(i), tmp_path) for i in range(len(source))] == [
-        "cat/1.png",
-        "cat/deep/er/0.PNG",
-        "dog/10.jpeg",
-        "dog/2.png",
-    ]
-    assert source.labels == [0, 0, 1, 1]
-    assert source.classes == ["cat", "dog"]
-    assert source.load(3).getpixel((0, 0)) == ORANGE
 
 
 @pytest.mark.parametrize(
@@ -97,8 +82,6 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
 
 
 def test_train_and_test_patches_share_no_pixel(monkeypatch):
-    from dino_ds.data import mixture as photos
-
     columns = np.broadcast_to((np.arange(200) * 255 // 199).astype(np.uint8), (256, 200))
     monkeypatch.setattr(photos, "_load_photos", lambda: iter([("ramp", Image.fromarray(columns).convert("RGB"))]))
     monkeypatch.setattr(photos, "_SIDES", (40, 56))
@@ -108,8 +91,6 @@ def test_train_and_test_patches_share_no_pixel(monkeypatch):
 
 
 def test_every_photo_is_in_the_notice_and_all_are_small():
-    import dino_ds.data
-
     here = Path(dino_ds.data.__file__).parent / "photos"
     files = sorted(here.glob("*.jpg"))
     notice = (here / "NOTICE.md").read_text()

@@ -114,10 +114,8 @@ def build_step(
 
 
 def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 8) -> list[float]:
-    """Train on windows [first, first + count) of the same global batches, whatever ranks and micro-batches are.
-
-    Returns the loss of each window, averaged over micro-batches and ranks.
-    """
+    """Train on windows [first, first + count) of the same global batches, whatever ranks and micro-batches are. Returns
+    the loss of each window, averaged over micro-batches and ranks."""
     micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
     losses = []
     for window in range(first, first + count):

@@ -12,6 +12,7 @@ import torch
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.method.build import build_network
+from dino_ds.models.base import Backbone
 from dino_ds.models.batch_norm import batch_norms
 from tests.engine.cnn import BATCH, Trained, build, cnn_recipe, images, run_window, taken, train
 from tests.engine.harness import ds_config, max_difference
@@ -94,8 +95,7 @@ UNSYNCED = {"model__sync_batch_norm": "false"}
 
 @pytest.mark.parametrize("changes", [{"teacher__batch_norm": "ema"}, pytest.param(UNSYNCED, marks=pytest.mark.full)])
 def test_resume_goes_on_to_the_bit(changes):
-    """Every later loss, weight and running average, of student and teacher; one rank, where ranks have the statistics
-    of all, to 1e-5."""
+    """Every later loss, weight and average; on one rank, where ranks have joint statistics, to 1e-5."""
     saved, ended = zip(*run_on_ranks(_straight, "resnet", 2, changes), strict=True)
     for expected, found in zip(ended, run_on_ranks(_resume, "resnet", 2, changes, list(saved)), strict=True):
         _assert_same(expected, found)
@@ -197,8 +197,6 @@ def test_rules_of_the_teacher_s_batch_norm():
 def _compiled():
     """Losses and buffers with and without torch.compile; not by inductor, whose C++ takes a minute to build."""
     import torch._dynamo
-
-    from dino_ds.models.base import Backbone
 
     compile_segments, found = Backbone.compile_segments, []
     for mode in ("off", "default"):

@@ -141,10 +141,8 @@ def _peaks_of_construction() -> tuple[int, int, int]:
 
 
 def test_no_rank_holds_the_whole_student_while_it_is_built():
-    """Of P weights, on 2 ranks: P bytes are the bf16 partition, 4 P would be a student as it is drawn.
-
-    Gloo's threads let go of what was broadcast when they come to it: between 1.1 P and 1.6 P were seen.
-    """
+    """Of P weights, on 2 ranks: P bytes are the bf16 partition, 4 P would be a student as it is drawn. Gloo's threads
+    let go of what was broadcast when they come to it: between 1.1 P and 1.6 P were seen."""
     weights = count_parameters(_twin())
     for network, with_engine, held in run_on_ranks(_peaks_of_construction):
         assert network < 2.5 * weights

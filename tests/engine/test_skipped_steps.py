@@ -1,13 +1,20 @@
-"""A skipped step changes nothing: fp16 overflow, NaN on one rank, at every stage."""
+"""At every stage a skipped step changes nothing, and clipping by part is that of torch on one process."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
+from torch import nn
 
 from dino_ds.engine import distributed
-from dino_ds.engine.engine import Progress
+from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.optim import WHOLE, OptimizerOptions
+from dino_ds.errors import ConfigError
 from dino_ds.method.step import Inputs
+from dino_ds.models.base import CLS
+from dino_ds.models.network import Network, Query
 from tests.engine.harness import (
     OPTIMIZERS,
     build_step,
@@ -138,3 +145,122 @@ def _overflow_for_ever():
 def test_a_loss_scale_that_cannot_fall_any_more_is_told():
     """From 4 to 1; what follows overflows at 1. tests/faults has the error that a run makes of it."""
     assert run_on_ranks(_overflow_for_ever, world=1)[0] == [(2.0, False), (1.0, False), (1.0, True), (1.0, True)]
+
+
+IMAGES_A_STEP, LIMIT, STEPS = 8, 0.5, 2
+PARTS = ("backbone", "head", "ibot_head")
+# So large an epsilon makes Adam's first steps those of gradient descent at learning rate 1: clipping shows in them.
+LR = EPS = 1e3
+SETTINGS = {"lr": LR, "weight_decay": 0.0}
+GROUPS = dict.fromkeys(("decay", "no_decay", "prototypes"), SETTINGS)
+SUB_GROUPS = {"zero": {"sub_group_size": 3000, "stage3_param_persistence_threshold": 10}}
+
+
+def _network() -> Network:
+    torch.manual_seed(5)
+    heads = {name: _Head() for name in PARTS[1:]}
+    return Network(tiny_network(drop_path=0.0).backbone, heads, {name: Query(name, CLS) for name in heads})
+
+
+class _Head(nn.Sequential):
+    """Has parameters of every group, and gives plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(OrderedDict(mlp=nn.Linear(32, 16), prototypes=nn.Linear(16, 40, bias=False)))
+
+    def forward(self, features: torch.Tensor, comparison: None = None) -> torch.Tensor:
+        return super().forward(features)
+
+
+def _loss(outputs):
+    return 0.05 * outputs["head"].square().sum(-1).mean() + 8e-3 * outputs["ibot_head"].sum(-1).mean()
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _by_torch(clip_by):
+    """(weights, norms of the parts in the first step) on one process: the slow, obvious way."""
+    network = _network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
+    first = {}
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        _loss(network(crops(torch.arange(IMAGES_A_STEP) + i * IMAGES_A_STEP), None)).backward()
+        parts = {"network": list(network.parameters())}
+        if clip_by == "part":
+            parts = {part: [p for name, p in network.named_parameters() if _part(name) == part] for part in PARTS}
+        norms = {part: float(torch.nn.utils.clip_grad_norm_(own, LIMIT)) for part, own in parts.items()}
+        first = first or norms
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in network.named_parameters()}, first
+
+
+def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
+    """Weights at the start, after each step, and the norm that the engine tells in the first."""
+    sections = {"gradient_clipping": LIMIT, **sections}
+    config = ds_config(stage, precision, IMAGES_A_STEP, accumulation, **sections)
+    engine = Engine(_network(), config, OptimizerOptions(clip_by=clip_by, eps=EPS))
+    engine.set_groups(GROUPS)
+    weights, norms = [fp32_student(engine, _network())], []
+    for i in range(STEPS):
+        for m in range(accumulation):
+            start = i * IMAGES_A_STEP + config.micro_batch * (m * distributed.world_size() + distributed.rank())
+            engine.backward(_loss(engine(crops(torch.arange(start, start + config.micro_batch)), None)))
+            progress = engine.step()
+        assert progress is Progress.STEPPED
+        norms.append(engine.grad_norm)
+        weights.append(fp32_student(engine, _network()))
+    return weights, norms[0]
+
+
+def test_parts_differ():
+    """Else clipping by part would show nothing: one norm is below the limit, the others are not alike."""
+    _, norms = _by_torch("part")
+    assert norms["ibot_head"] < LIMIT < 2 * LIMIT < norms["head"] < norms["backbone"] / 4
+
+
+@pytest.mark.parametrize("clip_by", ["part", WHOLE])
+def test_stages_clip_as_torch_does(clip_by):
+    """fp32, weights to 1e-6: sums over ranks in another order; gradients are at most 0.5 long."""
+    expected, norms = _by_torch(clip_by)
+    total = sum(norm**2 for norm in norms.values()) ** 0.5
+    runs = [(0, 1, {}), (1, 1, {}), (2, 2, {}), (3, 1, {}), (3, 1, SUB_GROUPS)]
+    for stage, accumulation, sections in runs if clip_by == "part" else runs[:1]:
+        for weights, norm in run_on_ranks(_by_engine, stage, "fp32", clip_by, accumulation, **sections):
+            assert max_difference(weights[-1], expected) < 1e-6, (stage, sections)
+            assert norm == pytest.approx(total, rel=1e-5), "of the whole network, before clipping"
+    assert max_difference(expected, _by_torch("part" if clip_by == WHOLE else WHOLE)[0]) > 1e-3
+
+
+LOW = [(1, "bf16", {}), (1, "bf16", BF16_OPTIMIZER), (2, "bf16", {}), (3, "bf16", {})]
+LOW += [(stage, "fp16", {"fp16_settings": {"initial_scale_power": 7}}) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("stage", "precision", "sections"), sampled(LOW))
+def test_low_precision_clips_each_part_to_the_limit(stage, precision, sections):
+    """A step is the clipped gradient to |g| / EPS, so its norm is the limit to 1e-3, whatever rounded the gradient; the
+    norm before it is that of FP32 to 5 %, gradients of 2 ranks being summed in the low precision."""
+    _, norms = _by_torch("part")
+    total = sum(norm**2 for norm in norms.values()) ** 0.5
+    for (before, after, _), norm in run_on_ranks(_by_engine, stage, precision, "part", **sections):
+        assert norm == pytest.approx(total, rel=0.05)
+        for part in PARTS:
+            moved = [(after[name] - before[name]).square().sum() for name in after if _part(name) == part]
+            length = float(torch.stack(moved).sum().sqrt())
+            clipped = min(norms[part], LIMIT)
+            assert length == pytest.approx(clipped, rel=1e-3 if norms[part] > LIMIT else 0.05), part
+
+
+def _refused(sections):
+    with pytest.raises(ConfigError) as caught:
+        Engine(_network(), ds_config(1, "bf16", IMAGES_A_STEP, **sections), OptimizerOptions(clip_by="part"))
+    return str(caught.value)
+
+
+def test_where_it_cannot_act_it_is_refused():
+    offload = {"gradient_clipping": 1.0, "zero": {"offload_optimizer": {"device": "cpu"}}}
+    nothing, offloaded = (run_on_ranks(_refused, sections, world=1)[0] for sections in ({}, offload))
+    assert "clips nothing with gradient_clipping 0" in nothing and "\n" not in nothing
+    assert "does not go with zero_optimization.offload_optimizer" in offloaded and "\n" not in offloaded

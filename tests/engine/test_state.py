@@ -217,8 +217,7 @@ PRECISIONS = [
 
 @pytest.mark.parametrize(("old", "new"), sampled(PRECISIONS, _features_of_both), ids=str)
 def test_another_precision(old, new):
-    """Masters and moments are exact (`resume` asserts it); the loss that follows to bf16's 8 bits, which
-    the temperature of 0.1 multiplies by ten: 3 %."""
+    """Masters and moments are exact; the next loss to bf16's 8 bits, which a temperature of 0.1 multiplies: 3 %."""
     saved, losses, _ = straight(old)
     loaded, new_losses, _ = resume(new, saved, more=1)
     assert new_losses == pytest.approx(losses[:1], rel=3e-2)

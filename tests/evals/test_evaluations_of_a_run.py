@@ -1,4 +1,4 @@
-"""Evaluations and pictures of a run, one object at a time. In whole runs: tests/run/test_evaluation.py."""
+"""Evaluations and pictures of a run, one object at a time. In whole runs: tests/run/test_best.py."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, cla
 
 @pytest.mark.parametrize("k", [1, 20, 200])
 def test_equals_the_reference_protocol(k):
-    """300 images of 8 overlapping classes against 900, as DINO's k-NN counts them: equal to the last decimal; the votes
-    to the rounding of a sum of k FP32 numbers."""
+    """As DINO's k-NN counts them: equal to the last decimal; the votes to the rounding of a sum of k FP32 numbers."""
     generator = torch.Generator().manual_seed(k)
     centers = torch.randn(8, 16, generator=generator)
     bank_labels, labels = (torch.randint(0, 8, (n,), generator=generator) for n in (900, 300))

@@ -107,8 +107,7 @@ def _fits(images, strengths):
 
 @pytest.mark.parametrize(("images", "strengths"), [(121, (0.01, 0.1, 1.0)), (31, (0.1,))])
 def test_ranks_share_the_sums(images, strengths):
-    """Shares of 61 and 60, and of 16 and 15. Both ranks have the very same probe, and it is as good as that of one
-    process: sums in another order."""
+    """Shares of 61 and 60: both ranks have the very same probe, as good as that of one process."""
     both, alone = run_on_ranks(_fits, images, strengths), _fits(images, strengths)
     for first, second, one in zip(*both, alone, strict=True):
         assert first[0] == second[0] == one[0]

@@ -58,10 +58,8 @@ def bounded() -> Iterator[None]:
 
 
 def command(*words: str) -> tuple[int, list[str]]:
-    """Exit code and lines on stderr of `dino-ds WORDS`, up to the point where its work begins.
-
-    Words that are refused must be so in at most ten lines, a problem each, of bounded length.
-    """
+    """Exit code and lines on stderr of `dino-ds WORDS`, up to the point where its work begins. Words that are refused
+    must be so in at most ten lines, a problem each, of bounded length."""
     stderr = io.StringIO()
     code = 0
     with (

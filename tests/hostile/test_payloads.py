@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 import torch
 
+import dino_ds
 from dino_ds.data.sources import build_source
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.conftest import CHANGES, NUMEL
 from tests.hostile.guard import command, put_with_good_sums, raised_by, seal
-from tests.hostile.test_fuzz_data import IMAGES, read_all
+from tests.hostile.test_fuzz import IMAGES, read_all
 from tests.ranks import run_on_ranks
 from tests.run.harness import train_tiny
 from tests.sample import sampled
@@ -248,3 +249,14 @@ def test_yaml_tags(canary, text):
 )
 def test_classes_that_are_no_sources_are_not_called(name):
     assert raised_by(lambda: build_source(name, "touch canary", "train", False), ConfigError)
+
+
+NAMES = ("x.pth", "x.bin", "x.safetensors", "folder/model.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "name"), sampled(itertools.product(PICKLES, NAMES)))
+def test_pickles_in_place_of_weights(canary, kind, name):
+    path = canary / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(PICKLES[kind]())
+    assert raised_by(lambda: dino_ds.load(path.parent if path.parent != canary else path), CheckpointError)

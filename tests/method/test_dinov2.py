@@ -1,10 +1,11 @@
-"""DINO against the paper's double loop; it, iBOT, KoLeo and centering against facebookresearch/dinov2's and dinov3's.
+"""DINO against the paper's double loop; it, iBOT, KoLeo, Gram and centering against facebookresearch's.
 
 FP32 on both sides, sums in another order: probabilities and losses to 1e-6 of the largest, gradients to 2e-6.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -13,13 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from dino_ds.engine import distributed
+from dino_ds.method import gram
 from dino_ds.method.dino import DINO, DinoTerm, RunningCenter, SinkhornKnopp, dino_loss
+from dino_ds.method.gram import GramTerm, gram_loss, tiled_gram_loss
 from dino_ds.method.ibot import IbotTerm, ibot_loss
 from dino_ds.method.koleo import KoLeoTerm
 from dino_ds.method.objective import RunningMean
 from dino_ds.method.specs.ours import IBOT
 from dino_ds.models import prototypes
 from dino_ds.models import prototypes as factored
+from dino_ds.models.base import resized_patches
 from dino_ds.models.prototypes import Comparison, Logits, Prototypes
 from tests.ranks import run_on_ranks
 from tests.reference import as_logits, centered, compare, loss_of_term
@@ -63,8 +67,7 @@ class TestSinkhorn:
         _close(_targets([recorded["cls.logits"][:1]], 0.07), recorded["one_row.targets"])
 
     def test_large_logits_do_not_overflow(self):
-        """Logits over the temperature up to 500, where the reference's exp is infinite; in double precision as they
-        stand. They are rounded by 3e-5 in FP32."""
+        """Up to 500, where the reference's exp is infinite; in double precision as they are, FP32 rounds by 3e-5."""
         torch.manual_seed(0)
         logits = 20 * torch.rand(12, 96)
         q = (logits.double() / 0.04).exp()
@@ -74,10 +77,7 @@ class TestSinkhorn:
         torch.testing.assert_close(_targets([logits], 0.04).double(), q, rtol=0, atol=2e-4)
 
     def test_free_prototypes_of_any_length(self):
-        """Logits over the temperature to 400: targets, the loss and its gradients are those in double precision.
-
-        In FP32 such a logit is rounded by 2e-5, and so is the logarithm of a probability.
-        """
+        """Logits to 400 are those in double precision: in FP32 such a logit, and a logarithm, is rounded by 2e-5."""
         torch.manual_seed(0)
         ours, theirs = (Prototypes(8, 33, free=True) for _ in range(2))
         for head in (ours, theirs):
@@ -333,3 +333,81 @@ class TestCenter:
         assert pending[-1] == 6
         center.load(torch.zeros(33))  # a new window begins
         assert not center.pending().any()
+
+
+PIECES = [1, 5 * 16 * 4, 20 * 16 * 4, 2**20]
+"""Bytes of the similarities made at a time: of 1, 5 and 20 patches (an image has 16), and all."""
+
+
+_gram_close = functools.partial(_close, part=2e-6)
+
+
+def _term(student, teacher):
+    """Loss and gradient of the term for the patches of two images."""
+    term = GramTerm("gram", "gram")
+    schedule = SimpleNamespace(weights={"gram": 1.0})
+    (targets,) = term.targets([{"gram": {"patches/gram": teacher}}], [{}], schedule)
+    student = student.clone().requires_grad_()
+    loss, scalars = term.loss({"patches/global": student}, targets, schedule)
+    assert not scalars
+    (3 * loss).backward()
+    return loss, student.grad / 3
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_loss_and_gradient_are_the_reference_s(monkeypatch, piece):
+    monkeypatch.setitem(gram._PIECE, "cpu", piece)
+    recorded = golden_v2("gram")
+    loss, grad = _term(recorded["student"], recorded["teacher_high"])
+    _gram_close(loss, recorded["recipe.loss"])
+    _gram_close(grad, recorded["recipe.grad"])
+
+
+def test_the_formula_is_the_reference_s():
+    recorded = golden_v2("gram")
+    student = recorded["student"].clone().requires_grad_()
+    loss = gram_loss(student, recorded["teacher.bicubic"].view(len(student), -1, student.shape[-1]))
+    loss.backward()
+    _gram_close(loss, recorded["recipe.loss"])
+    _gram_close(student.grad, recorded["recipe.grad"])
+
+
+def test_the_map_is_resized_as_the_reference_s():
+    """Bicubic without antialias; of the same grid it stays as it is."""
+    recorded = golden_v2("gram")
+    _gram_close(resized_patches(recorded["teacher_high"], 16), recorded["teacher.bicubic"])
+    same = recorded["student"].bfloat16()
+    assert resized_patches(same, 16) is same
+
+
+def test_of_another_width_and_many_images_in_pieces(monkeypatch):
+    """Against the plain form, differentiated by torch; patches of bf16 are compared in FP32."""
+    monkeypatch.setitem(gram._PIECE, "cpu", 3 * 25 * 25 * 4)
+    torch.manual_seed(0)
+    student, teacher = torch.randn(7, 25, 12).bfloat16().requires_grad_(), torch.randn(7, 25, 20).bfloat16()
+    loss = tiled_gram_loss(student, teacher)
+    loss.backward()
+    plain = student.detach().float().requires_grad_()
+    expected = gram_loss(plain, teacher)
+    expected.backward()
+    _gram_close(loss, expected)
+    _gram_close(student.grad.float(), plain.grad, part=4e-3)  # rounded to bf16
+
+
+def test_images_add_up():
+    torch.manual_seed(0)
+    student, teacher = torch.randn(4, 16, 8), torch.randn(4, 16, 8)
+    loss, grad = _term(student, teacher)
+    parts = [_term(student[i : i + 2], teacher[i : i + 2]) for i in (0, 2)]
+    assert abs((sum(part for part, _ in parts) / 2 - loss).item()) < 1e-7
+    assert torch.allclose(torch.cat([part for _, part in parts]) / 2, grad, atol=1e-8)
+
+
+def test_nothing_is_computed_while_the_weight_is_0():
+    """The teacher has made no pass then; every parameter gets its gradient, of 0."""
+    term, schedule = GramTerm("gram", "gram"), SimpleNamespace(weights={"gram": 0.0})
+    student = torch.randn(4, 16, 8, requires_grad=True)
+    (targets,) = term.targets([{}], [{}], schedule)
+    loss, _ = term.loss({"patches/global": student}, targets, schedule)
+    loss.backward()
+    assert loss == 0 and student.grad is not None and not student.grad.any()

@@ -78,7 +78,6 @@ def test_a_step_holds_only_tiles(monkeypatch):
 
 
 def test_the_ceiling_in_bytes():
-    """At any size: a fifth of the 1282 MB that facebookresearch/dinov2's step holds with 131072 prototypes and
-    8 images."""
+    """At any size: a fifth of the 1282 MB of facebookresearch/dinov2's step with 131072 prototypes and 8 images."""
     most = dino._KEPT["cpu"] + prototypes._TILE["cpu"] + 8 * prototypes._PART["cpu"]
     assert most <= 0.2 * 1282e6

@@ -79,10 +79,8 @@ def test_every_parameter_moves(name, trained):
 
 
 def test_stages_agree(trained):
-    """Networks whose segments take and give other things than one map have the same losses at stages 0 and 2.
-
-    1e-3: Adam, with so small an epsilon, follows the rounding of gradients that are 0.
-    """
+    """Networks whose segments take and give other things than one map have the same losses at stages 0 and 2. 1e-3:
+    Adam, with so small an epsilon, follows the rounding of gradients that are 0."""
     families = ["densenet121", "swin_tiny_patch4_window7_224"]
     for name, (losses, _) in run_on_ranks(_two_steps, 0, families)[0].items():
         assert trained[name][0] == pytest.approx(losses, rel=1e-3)

@@ -140,8 +140,7 @@ def test_batched_stochastic_depth_equals_masks_over_all_sequences(arch, monkeypa
 
 
 def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch):
-    """A network that gives features may see any number of images; a teacher, a copy of a named network, sees those of
-    training, and gives the same."""
+    """Features may be of any number of images; a teacher, a copy of a named network, sees those of training."""
     model, seen = _model("rotary"), []
     named = nn.Sequential(model)
     fuse_as_in_training(named)

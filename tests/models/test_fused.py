@@ -64,8 +64,7 @@ def test_fused_is_the_same(case: str, kind: tuple[bool, bool, bool], tile: int, 
 @pytest.mark.full
 @pytest.mark.slow
 def test_compiled_is_the_same_by_few_programs(monkeypatch: pytest.MonkeyPatch):
-    """Tiles of other numbers of images and batches of others share programs: one for the first number, one for all
-    others. Traced as on a GPU; a CPU's operators compute what Inductor's kernels would."""
+    """One program for the first number of images, one for all others; traced as on a GPU, by a CPU's operators."""
 
     @functools.cache
     def traced(fused: Fused) -> Callable[..., object]:

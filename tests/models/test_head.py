@@ -28,9 +28,7 @@ def _comparison():
 @pytest.mark.parametrize("block", [4, 15, 16384])
 def test_equals_torch_s_weight_norm(block, learned, monkeypatch):
     """Loss and gradient of the reference's last layer, whose weight_g is fixed at 1 or learned; in blocks or at once.
-
-    The logits multiplied out are the same, and differentiable as well.
-    """
+    The logits multiplied out are the same, and differentiable as well."""
     monkeypatch.setitem(prototypes._BLOCK, "cpu", block)
     monkeypatch.setattr(factored, "_CPU_BLOCK", block)
     head, features, how = _head(learned), torch.randn(6, 12), _comparison()

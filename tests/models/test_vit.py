@@ -68,8 +68,7 @@ CELLS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), CELLS)
 def test_equals_timm_forward_and_gradient(name, changes):
-    """Two blocks of each kind, at full width up to 2000, or as a recipe changes them: same parameters, start of
-    LayerScale, tokens, gradients; FP32, other kernels: 1e-4."""
+    """Two blocks of each kind, or as a recipe has them: parameters, tokens, gradients; FP32, other kernels: 1e-4."""
     arch = dataclasses.replace(VITS.get(name, VITS["vit_small_patch16_dinov3"]), depth=2, **changes)
     if arch.width > 2000:
         arch = dataclasses.replace(arch, width=256, heads=4)
@@ -97,8 +96,7 @@ def test_equals_timm_forward_and_gradient(name, changes):
 
 
 def test_initial_weights():
-    """Tokens of a deviation of 0.02 (4 x 4096 numbers: 1 % is the standard error), a mask token and biases of zeros,
-    LayerScale as given; piece by piece the same as whole."""
+    """Tokens deviate by 0.02 (to 1 %), mask token and biases are zeros, LayerScale as given; in pieces as whole."""
     arch = dataclasses.replace(VITS["vit_small_plus_patch16_dinov3_qkvb"], width=4096, depth=0, heads=64, patch_size=1)
     vit = VisionTransformer(arch, 2, BackboneOptions(mask_token=True))
     for tokens in (vit.cls_token, vit.reg_token):
@@ -302,8 +300,7 @@ def test_local_crops_have_a_norm_of_their_own_in_training():
 
 @pytest.mark.parametrize(("project", "kind"), KINDS)
 def test_gradients_of_a_masked_pass_are_the_reference_s(project, kind):
-    """The value of a probe, two tensors in full and the norms of all, the mask token's among them; relative to the
-    largest entry: 1e-4."""
+    """The probe, two tensors in full and the norms of all, the mask token's among them: 1e-4 of the largest."""
     numbers, meta, vit = _recorded(project, kind)
     features = vit({"global": [numbers["global.input"]]}, patches=["global"], masks={"global": numbers["global.masks"]})
     probe = (features[CLS].square() * torch.linspace(0, 1, vit.arch.width)).sum()

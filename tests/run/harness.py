@@ -18,7 +18,9 @@ from torch import Tensor
 
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import UserError
+from dino_ds.planning import start
 from dino_ds.run.train_options import TrainOptions
 from tests.ranks import run_on_ranks
 
@@ -71,8 +73,6 @@ def image_folder(root: Path, images: int = 20, classes: int = 0, seed: int = 0) 
 @contextlib.contextmanager
 def unpredicted() -> Iterator[None]:
     """In this block a start predicts no memory: the rehearsal takes longer than a short training job."""
-    from dino_ds.planning import start
-
     with mock.patch.object(start, "predict", return_value=None):
         yield
 
@@ -88,12 +88,10 @@ def train_tiny(
     allow_change: str | None = None,
     ds_overrides: dict[str, str] | None = None,
     predicts: bool = False,
+    recipe: Recipe | None = None,
     **more: Any,
 ) -> str | None:
-    """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None.
-
-    predicts: whether the start predicts its memory.
-    """
+    """One job in this process; returns the message of a UserError, "stopped" for exit code 75, else None."""
     from dino_ds.train import train
 
     overrides = {**TINY, "data.root": str(root), **(changes or {})}
@@ -104,7 +102,7 @@ def train_tiny(
                 TrainOptions(
                     run_dir=str(run_dir), max_steps=max_steps, resume=resume, allow_change=allow_change, **more
                 ),
-                recipe=load_recipe(None, overrides),
+                recipe=recipe or load_recipe(None, overrides),
                 ds=load_ds_config(path, ds_changes or {}),
                 ds_path=path,
                 ds_overrides=ds_overrides,

@@ -33,12 +33,10 @@ def references(images, tmp_path_factory):
 
 @pytest.mark.parametrize("config", sampled(CONFIGS, lambda name: name.removesuffix(".json").split("_")))
 def test_shipped_config_trains(config, images, references, tmp_path):
-    """Swapping the JSON does not change what is learned beyond rounding: the losses of one process.
-
-    fp32: 1e-5. bf16: 2e-3 of one bf16 process (gradients are summed over ranks in bf16), 2e-2 of fp32 before the first
-    step; two of Adam at a high rate carry its rounding to 8 % on one CPU, 5 % on others.
-    fp16 starts with skipped windows, which use up images: only that it trains is compared.
-    """
+    """Swapping the JSON does not change what is learned beyond rounding: the losses of one process. fp32: 1e-5. bf16:
+    2e-3 of one bf16 process (gradients are summed over ranks in bf16), 2e-2 of fp32 before the first step; two of Adam
+    at a high rate carry its rounding to 8 % on one CPU, 5 % on others. fp16 starts with skipped windows, which use up
+    images: only that it trains is compared."""
     run = tmp_path / "run"
     assert run_on_ranks(train_tiny, images, run, config, 3) == [None, None]
     losses = [loss for _, loss in losses_of(run)]

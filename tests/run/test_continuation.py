@@ -16,6 +16,7 @@ import pytest
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import own_recipe, path_keys
+from dino_ds.errors import UserError
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, train_tiny
 
@@ -121,25 +122,12 @@ def _changed(key: str, change: str, home: Path, runs: Path) -> tuple[Path, dict[
 
 
 def _train(run: Path, cwd: Path, overrides: dict[str, str] | None, steps: int, resume: bool) -> str | None:
-    from dino_ds.config.ds_config import load_ds_config
-    from dino_ds.errors import UserError
-    from dino_ds.options.commands import TrainOptions
-    from dino_ds.train import train
-    from tests.run.harness import REPOSITORY, unpredicted
-
-    path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
-    with _in(cwd), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), unpredicted():
+    with _in(cwd):
         try:
             recipe = own_recipe(run, (), []) if overrides is None else load_recipe(None, TINY | overrides)
-            train(
-                TrainOptions(run_dir=str(run), max_steps=steps, resume=resume),
-                recipe=recipe,
-                ds=load_ds_config(path, {}),
-                ds_path=path,
-            )
         except UserError as error:
             return str(error)
-    return None
+        return train_tiny(cwd, run, max_steps=steps, resume=resume, recipe=recipe)
 
 
 def _cells(key: str, changes: tuple[str, ...], place: Path, runs: Path) -> dict[str, tuple[str | None, str]]:

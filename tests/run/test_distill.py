@@ -41,8 +41,7 @@ def _whole(run, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("distill", ["heads", "features"])
 def test_distil_stop_and_resume(place, distill, monkeypatch):
-    """The teacher's weights stay bit for bit, are in no checkpoint, and a resumed run ends as one that was not stopped,
-    with the teacher in another place."""
+    """The teacher stays, is in no checkpoint, and a resume, with it in another place, ends as if never stopped."""
     teachers = []
     made = FrozenTeacher.__init__
     monkeypatch.setattr(FrozenTeacher, "__init__", lambda self, *args: (made(self, *args), teachers.append(self))[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dino_ds.basics.files import append_whole
+from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, StorageError
 from dino_ds.health.beat import append_line
@@ -22,6 +23,7 @@ from dino_ds.run.announcement import MOST_KEPT, slow_teachers
 from dino_ds.run.beginning import check_lengths
 from dino_ds.run.metrics import RunLog
 from dino_ds.run.train_options import TrainOptions
+from dino_ds.train import train
 from tests.disks import PAGE, fill, mount_disk, small_disk, unmount
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, TINY, image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
@@ -124,10 +126,6 @@ def disk(tmp_path):
 
 
 def _start(root, run):
-    from dino_ds.config.ds_config import load_ds_config
-    from dino_ds.config.loading import load_recipe
-    from dino_ds.train import train
-
     ds = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
     recipe = load_recipe(None, {**TINY, "data.root": str(root)})
     try:

@@ -55,8 +55,7 @@ def weights(tmp_path_factory):
     ),
 )
 def test_each_start_takes_what_is_known(weights, channels, bits, says, key):
-    """The user's numbers, else those of the weights for as many channels, gray and RGB alike; else ImageNet's of gray
-    and RGB in 8 bits, and the images' own of all others."""
+    """The user's numbers, else the weights', gray and RGB alike, else ImageNet's in 8 bits, else the images' own."""
     user = {"data.mean": ",".join(["0.5"] * channels), "data.std": ",".join(["0.25"] * channels)}
     changes = user if says == "user" else {} if says is None else {key: str(weights / f"{says}.safetensors")}
     recipe = _recipe(channels, **changes)

@@ -10,7 +10,6 @@ import timm
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe, recipe_names
 from dino_ds.config.stages import RecipeRequest
@@ -20,13 +19,11 @@ from dino_ds.method.dino import DINO
 from dino_ds.method.frozen import FrozenTeacher
 from dino_ds.models.base import CLS
 from dino_ds.models.batch_norm import batch_norms
-from dino_ds.run.train_options import TrainOptions
-from dino_ds.train import train
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import product
-from tests.run.harness import MASKED, REPOSITORY, TINY, image_folder, log_of, losses_of, train_tiny, unpredicted
+from tests.run.harness import MASKED, TINY, image_folder, log_of, losses_of, train_tiny
 from tests.weights.originals import saved_by_dino
 
 
@@ -40,10 +37,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("ds, changes", [("zero0_fp32.json", {}), ("zero3_fp32.json", MASKED)])
 def test_a_run_starts_from_another_s_teacher(trained, tmp_path, ds, changes):
-    """With learning rate 0 at step 0 the first checkpoint is the start itself, on two ranks and in partitions too.
-
-    A mask token, which the other does not have, starts at zero.
-    """
+    """With rate 0 the first checkpoint is the start itself; a mask token, which the other has not, starts at zero."""
     changes = changes | {"model.init_from": str(trained / "run"), "model.freeze_backbone": "3 steps"}
     args = (trained / "images", tmp_path / "run", ds, 1)
     assert run_on_ranks(train_tiny, *args, changes=changes) == [None, None]
@@ -165,14 +159,8 @@ def _recipe(config, place, changes):
 
 
 def _train(config, place, run, changes, max_steps=None, resume=False):
-    path = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
-    options = TrainOptions(run_dir=str(place / run), max_steps=max_steps, resume=resume)
-    with unpredicted():
-        try:
-            train(options, recipe=_recipe(config, place, changes), ds=load_ds_config(path, {}), ds_path=path)
-        except UserError as error:
-            return str(error)
-    return None
+    recipe = _recipe(config, place, changes)
+    return train_tiny(place / "images", place / run, "zero1_fp32.json", max_steps, resume, recipe=recipe)
 
 
 def _from_start(place, **changes):
@@ -230,8 +218,7 @@ def test_it_holds_over_a_resume_without_the_source_and_in_the_next_stage(place, 
 
 
 def test_what_trains_is_what_is_exported(place):
-    """The student too normalizes by the start's statistics: an image's features do not depend on its batch, and what is
-    evaluated follows the weights. Frozen teachers evaluate. Heads without statistics of their own learn them."""
+    """An image's features don't depend on its batch: the student has the start's statistics, heads their own."""
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for rule, alone in (("auto", True), ("reference", False)):
         changes = (

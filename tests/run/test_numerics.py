@@ -47,8 +47,7 @@ def _dynamic_state(step):
 
 
 def _train_with_bad_numbers(root, run, ds, kind):
-    """After two good steps rank 1's images are NaN, or all gradients overflow; what the run says, and whether anything
-    has moved since."""
+    """After two good steps rank 1's images are NaN, or all gradients overflow; what is said and has moved since."""
     original, before, bad = TrainingStep.micro_batch, {}, []
 
     def micro_batch(step, inputs, *others):

@@ -87,8 +87,7 @@ MIXTURE = {"data.mixture": "mine=0.75,theirs=0.25", "data.balance": "classes", "
 
 
 def test_a_mixture_resumes_to_the_bit_and_names_the_source_that_has_changed(tmp_path):
-    """3 steps + resume + 3 = 6 steps, the stop inside an epoch of two; accumulation 2, 2 ranks. The shares of an epoch
-    are exact, and each class of a source has as many images as another."""
+    """3 + 3 = 6 steps inside an epoch, accumulation 2, 2 ranks; shares of an epoch are exact, classes equal."""
     root, straight, parts = tmp_path / "images", tmp_path / "straight", tmp_path / "parts"
     image_folder(root / "mine", 4, classes=2, seed=1)
     image_folder(root / "theirs", 12, classes=3, seed=2)

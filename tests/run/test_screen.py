@@ -16,6 +16,8 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import labeled_test, training_images
 from dino_ds.errors import ConfigError
 from dino_ds.evals.runner import EvalRunner
+from dino_ds.run import reports
+from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_tiny
@@ -32,8 +34,6 @@ DETAILS = ("ZeRO", "kernels", "prototypes", "saves ", "save ", "entropy", "bottl
 
 def _seen(images, run, **how):
     """The outcome of a run, the lines on its screen, and the names of the images that it trained on."""
-    from dino_ds.run.loop import Loop
-
     lines, names, train = [], [], Loop._train
 
     def spy(loop, inputs_of, *rest):
@@ -115,8 +115,6 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
 
 
 def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypatch):
-    from dino_ds.run import reports
-
     def said(first: int, last: int) -> list[str]:
         lines, now = [], [0.0]
         step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last))

@@ -133,8 +133,7 @@ def started(tmp_path_factory):
 
 
 def test_mean_of_both_distances():
-    """1 - cosine by a loop over CLS features, and over patches, to 1e-6: FP32 sums in another order; 0 without a
-    teacher."""
+    """1 - cosine by a loop over CLS features and patches, to 1e-6: FP32 sums in another order; 0 without a teacher."""
     generator, term, schedule = torch.Generator().manual_seed(0), PreserveTerm(True), tiny_schedules().at(0)
     shapes = {"cls/global": (6, 8), "patches/global": (6, 9, 8)}
     own, theirs = ({n: torch.randn(shape, generator=generator) for n, shape in shapes.items()} for _ in range(2))

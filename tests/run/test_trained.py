@@ -56,8 +56,7 @@ def _train(started: Path, folder: Path, part: str, ds: str, world: int = 2, **ho
 
 
 def _check_frozen(folder: Path, base: Path, part: str, step: int = STEPS) -> None:
-    """Frozen weights of teacher and student are those of the start to the bit; what is trained has moved; the state of
-    the optimizer is that of trained weights alone."""
+    """Frozen weights are the start to the bit, trained ones have moved; the optimizer has the state of these."""
     before = load_file(base / "teacher.safetensors")
     whole, layouts = whole_tensors(folder, step), read_manifest(folder, step)["layouts"]
     trained = {name.removeprefix("backbone.") for name in layouts[0]["shapes"] if name.startswith("backbone.")}

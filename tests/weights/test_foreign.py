@@ -68,14 +68,6 @@ class TestOut:
         buffers = dict(model.network.named_buffers())
         assert all(torch.equal(tensor, buffers[name]) for name, tensor in again.network.named_buffers())
 
-    @pytest.mark.parametrize("kind", ["resnet", "convnext"])
-    def test_timm(self, tmp_path, kind):
-        model, place = _exported(kind, "timm", tmp_path)
-        theirs = timm.create_model(f"local-dir:{place}", pretrained=True).eval()
-        for sides in ((64, 64), (96, 160)):
-            assert_same(theirs(_images(3, *sides)), model.features(_images(3, *sides)))
-            assert_same(load(place).features(_images(3, *sides)), model.features(_images(3, *sides)))
-
     def test_transformers(self, tmp_path):
         transformers = pytest.importorskip("transformers")
         model, place = _exported("resnet", "timm", tmp_path)

@@ -71,6 +71,11 @@ def _huggingface(folder, kind: str, **changes):
         return model(pixel_values=IMAGES).last_hidden_state[:, 0]
 
 
+ROPE = "rope separate, not None"
+GATED = {"num_register_tokens": 4, "use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 256}
+GATED |= {"query_bias": False, "value_bias": False}  # zero ones go into a network without any and back
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "said", "flags"),
@@ -83,6 +88,13 @@ def _huggingface(folder, kind: str, **changes):
             "--model.backbone vit_small_patch14_dinov2 --model.registers 2",
         ),
         ("ViT", {"num_hidden_layers": 4}, "it has depth 4, not 2;", "--model.depth 4"),
+        (
+            "DINOv3ViT",
+            {"intermediate_size": 256},
+            ROPE,
+            "--model.backbone vit_tiny_patch16_dinov3_qkvb --model.registers 0",
+        ),
+        ("DINOv3ViT", GATED, ROPE, "--model.backbone vit_small_plus_patch16_dinov3"),
         ("ViT", {"num_attention_heads": 8}, "it has heads 8, not 2;", "--model.heads 8"),
         (
             "Dinov2WithRegisters",
@@ -118,32 +130,6 @@ def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
         with pytest.raises(CheckpointError, match=f"dino_ds builds no network with {said}") as caught:
             start()
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        ({"intermediate_size": 256}, "--model.backbone vit_tiny_patch16_dinov3_qkvb --model.registers 0"),
-        (
-            {"num_register_tokens": 4, "use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 256}
-            | {"query_bias": False, "value_bias": False},
-            "--model.backbone vit_small_plus_patch16_dinov3",
-        ),
-    ],
-)
-def test_rotary_positions(tmp_path, changes, flags):
-    """Rotary positions are another architecture; zero biases of a file go into a network without any and back."""
-    theirs = _huggingface(tmp_path, "DINOv3ViT", **changes)
-    with pytest.raises(CheckpointError) as caught:
-        _start(tmp_path)
-    line = str(caught.value)
-    assert "\n" not in line and "rope separate, not None" in line
-    assert line.endswith(f"; start with {flags}, or with --model.backbone from_source")
-    given = dict(re.findall(r"--(\S+) (\S+)", flags))
-    for recipe in (_recipe(tmp_path, **given), _from_source(tmp_path)):
-        network = build_network(recipe, PerformanceOptions())
-        torch.testing.assert_close(_features(network), theirs, rtol=1e-5, atol=1e-5)
 
 
 def _rotary(tmp_path, backbone: str, **changes: str):
@@ -191,10 +177,7 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
     said = _start(tmp_path / "a.pth", **changes).started_from
     assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; its mask token is left out" in said
-    assert (
-        "this run hides no patches; it has no head" in said
-        and "no file says its attention heads: 2 as the model" in said
-    )
+    assert "hides no patches; it has no head" in said and "no file says its attention heads: 2 as the model" in said
     assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dino_ds
+import dino_ds.basics.files as durable
 from dino_ds.commands.export import run as export
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, UserError, lines_for_people
@@ -211,8 +212,6 @@ def _tensors(value):
 @pytest.mark.parametrize("death", range(4))
 def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, monkeypatch, death):
     """Two files can't be replaced in one step: whichever there are, they fit, and the next write is as any other."""
-    import dino_ds.basics.files as durable
-
     path, replace, calls = tmp_path / "a.safetensors", durable.os.replace, itertools.count()
     write_with_sidecar(path, _tensors(1), {"step": 1})
 

@@ -66,10 +66,7 @@ def test_only_a_name_that_timm_has_goes_into_an_export(tmp_path, said):
 
 @pytest.mark.parametrize(("name", "size"), sampled(itertools.product(KINDS, [32, 48])))
 def test_timm_builds_the_exported_folder(name, size, tmp_path):
-    """timm's own loader on our folder, and our one file into its model, strictly: the same features, 1e-5.
-
-    At other sizes too where the run resized positions as timm does.
-    """
+    """timm's loader on our folder, and our file into its model: the same features, 1e-5, at other sizes too."""
     model = _backbone(name, size=size)
     export_timm(model, tmp_path / "out")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, dynamic_img_size=True).eval()
@@ -215,8 +212,7 @@ class TestBadInput:
 
 
 def test_the_tokens_of_the_last_blocks():
-    """Against a walk through the blocks, one image at a time, as the reference's get_intermediate_layers; registers
-    are left out."""
+    """Against a walk through the blocks, one image at a time, as the reference's; registers are left out."""
     for name in ("vit_small_patch16_224", "vit_small_patch14_reg4_dinov2"):
         model = _backbone(name)
         batch = images()
@@ -257,8 +253,7 @@ def _image(width: int, height: int) -> Image.Image:
 @pytest.mark.parametrize(("side", "longer"), [(24, 30), (32, 40), (48, 64), (100, 150)])  # of odd borders timm cuts
 @pytest.mark.parametrize("of_a_run", [False, True])  # the other half
 def test_an_export_prepares_images_as_evaluations_do(tmp_path, side, longer, of_a_run):
-    """timm's transform gives dino_ds's pixels and features, of images as large as most of the run's; of weights alone
-    where images are not larger than the network's, whose export says so."""
+    """timm's transform gives our pixels, of images as large as most of the run's; weights alone say so."""
     model, source = _backbone(), tmp_path / "a.safetensors"
     for i, sides in enumerate([(side, side), (side, longer), (longer, side)]):
         (tmp_path / "images").mkdir(exist_ok=True)

@@ -50,8 +50,7 @@ def take_memory(mib):
 
 @pytest.mark.slow
 def test_a_child_tells_its_own_peak_memory():
-    """However large this process is: 150 MiB of work are seen as that, to 20 MiB of allocator and threads; by what a
-    run writes into its metrics too."""
+    """However large this process is: 150 MiB of work to 20 MiB of allocator and threads; by its metrics too."""
     ballast = torch.ones(2**27)
     result = run_in_child(take_memory, threads=1, mib=150)
     assert result.value == [150 * 2**18, pytest.approx(result.peak_mib, abs=1)]

@@ -1,11 +1,16 @@
-"""Malformed images, archives and lists: every image is read or UnreadableImage, every set is opened or a UserError."""
+"""Malformed images, archives, lists, recipes, command lines and weights: read, or refused by one kind of error."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import json
 import lzma
 import os
+import re
+import shutil
+import string
 import struct
 import tarfile
 import tracemalloc
@@ -15,19 +20,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
+import dino_ds
+from dino_ds.config.ds_config import CHECKOUT
+from dino_ds.config.loading import RECIPES, recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
-from dino_ds.errors import UserError
+from dino_ds.errors import CheckpointError, ConfigError, UserError
+from dino_ds.options.commands import COMMANDS
+from dino_ds.planning.machines import read_hostfile
+from dino_ds.weights.sidecar import read_sidecar
 from tests.data.files import decode_rgb, encoded, png_chunk, png_of
 from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, npy, tif, with_tags
-from tests.hostile.guard import bounded, examples, raised_by
-from tests.hostile.mutate import broken_bytes
+from tests.hostile.guard import bounded, command, examples, raised_by
+from tests.hostile.mutate import NASTY, broken_bytes, broken_text, nasty
+from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
+
 
 MAX_PIXELS = Recipe().data.max_pixels
 
@@ -257,3 +271,198 @@ def test_broken_sets(tmp_path, name, write):
     path.write_bytes(whole)
     assert read_all(path) is None
     check()
+
+
+RECIPE = (RECIPES / "quickstart.yaml").read_text()
+DS = (CHECKOUT / "ds_configs/zero2_fp16.json").read_text()
+OPTIONS = [option.name for option in recipe_options()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, before = tmp_path_factory.mktemp("fuzz"), Path.cwd()
+    (folder / "empty").mkdir()
+    os.chdir(folder / "empty")
+    yield folder
+    os.chdir(before)
+    assert not list((folder / "empty").iterdir())
+
+
+def _read(folder: Path, name: str, text: str | bytes) -> None:
+    """Start with this text as the recipe, or with the shipped recipe and this ds JSON."""
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    command("train", "--config", *([str(path)] if name == "recipe.yaml" else ["quickstart", "--ds_config", str(path)]))
+
+
+@pytest.mark.parametrize(("name", "whole"), [("recipe.yaml", RECIPE), ("ds.json", DS)])
+def test_broken_files(folder, name, whole):
+    @examples(12)
+    @given(text=broken_text(whole))
+    def check(text):
+        _read(folder, name, text)
+
+    check()
+
+
+@examples(12)
+@given(
+    words=st.lists(
+        st.one_of(
+            nasty,
+            st.sampled_from(
+                ["--", "-", "--config", "--ds_config", "--ds", "--ds.", "--resume", "--debug=no", "--run_dir"]
+            ),
+            st.builds("--{}={}".format, st.sampled_from(OPTIONS), nasty),
+            st.builds("--ds.{}={}".format, st.sampled_from(["fp16.enabled", "zero_optimization.stage", "x.y"]), nasty),
+            st.builds("--{}".format, st.text(string.ascii_lowercase + "._-", max_size=12)),
+        ),
+        max_size=4,
+    ),
+    name=st.one_of(st.sampled_from([*COMMANDS]), nasty),
+)
+def test_command_lines(folder, name, words):
+    command(*name.split(), *words)
+
+
+HAND_MADE = {
+    "empty": b"",
+    "UTF-16": "length: 5 steps".encode("utf-16"),
+    "ELF": b"\x7fELF" + bytes(range(256)) * 8,
+    "20,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(20_000)),
+    "a flow list 100,000 deep": b"[" * 100_000,
+    "a flow mapping 20,000 deep": b"{a: " * 20_000,
+    "a number of 5,000 digits": b"seed: " + b"9" * 5_000,
+    "a number of 5,000 digits in JSON": b'{"train_batch_size": ' + b"9" * 5_000 + b"}",
+    "1 MB in one string": b'{"bf16": "' + b"x" * 1_000_000 + b'"}',
+    "a JSON object 100,000 deep": b'{"a":' * 100_000,
+    "closed JSON objects 900 deep": b'{"a":' * 900 + b"1" + b"}" * 900,
+    "5,000 times the same key": b"{" + b'"bf16": 1,' * 5_000 + b"}",
+    "anchors that multiply": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(9)),
+    "an anchor that holds itself": b"data: &a {root: *a}",
+    "a YAML directive": b"%YAML 9.9\n---\nlength: 5 steps",
+    "binary": b"seed: !!binary aGVsbG8=",
+    "NaN": b'{"gradient_clipping": NaN}',
+    "a control character": b"\x1b]0;title\x07: 1",
+}
+
+
+@pytest.mark.parametrize(("content", "name"), sampled(itertools.product(HAND_MADE, ("recipe.yaml", "ds.json"))))
+def test_hand_made_files(folder, name, content):
+    _read(folder, name, HAND_MADE[content])
+
+
+@pytest.mark.parametrize(("flag", "first"), [("--config", 0), ("--ds_config", 1), ("--run_dir", 2)])
+def test_strange_paths(folder, flag, first):
+    for word in NASTY[first::3]:
+        if "\0" not in word:
+            command("train", "--data.root", word, flag, word)
+            command("train", "--data.root", "x", flag, f"{word}.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300 + ".yaml", "/dev/full"]
+)
+def test_paths_that_are_no_files(folder, path):
+    for flag in ("--config", "--ds_config"):
+        assert command("train", "--data.root", "x", flag, path)[0] == 2
+
+
+HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slots=2\n"
+
+
+@examples(40)
+@given(
+    text=st.one_of(
+        broken_text(HOSTS),
+        nasty,
+        st.builds("{} slots={}".format, nasty, nasty),
+        broken_bytes(HOSTS.encode()),
+        st.binary(),
+    )
+)
+def test_broken_hostfiles(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "hosts"
+    path.write_bytes(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
+
+    def work() -> None:
+        for name, slots in read_hostfile(str(path)).items():
+            assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", name)
+            assert 1 <= slots <= 1024
+
+    raised_by(work, ConfigError)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300, "pipe"])
+def test_hostfiles_that_are_no_files(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    assert raised_by(lambda: read_hostfile(path), ConfigError)
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained / "run", tmp_path / "run"))
+
+
+@examples(12)
+@given(data=st.data())
+def test_broken_teachers(run, data):
+    path = run / "teacher.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(data.draw(broken_bytes(whole)))
+    raised_by(lambda: dino_ds.load(run), CheckpointError)
+    path.write_bytes(whole)
+
+
+@examples(12)
+@given(data=st.data())
+def test_broken_heads(run, data):
+    """They lie in the checkpoint: what is broken in it is named, and never used."""
+    path = data.draw(st.sampled_from(sorted((run / "checkpoints/step_00000001").glob("[mw]*"))))
+    whole = path.read_bytes()
+    broken = data.draw(broken_bytes(whole))
+    path.write_bytes(broken)
+    message = raised_by(lambda: dino_ds.load(run), CheckpointError)
+    path.write_bytes(whole)
+    assert (message is None) == (broken == whole)
+
+
+@examples(12)
+@given(data=st.data())
+def test_broken_descriptions(run, data):
+    path = run / "teacher.json"
+    whole = path.read_text()
+    path.write_bytes(data.draw(broken_text(whole)).encode("utf-8", "surrogatepass"))
+    raised_by(lambda: dino_ds.load(run), CheckpointError)
+    path.write_text(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architecture": {"depth": 10**9}},
+        {"architecture": {"width": 2**40}},
+        {"architecture": {"heads": 0}},
+        {"architecture": {"heads": "2"}},
+        {"architecture": {"mlp_ratio": 1e30}},
+        {"architecture": {"registers": 10**12}},
+        {"architecture": {"surprise": 1}},
+        {"timm_arguments": {"img_size": 10**9}},
+        {"timm_arguments": {"img_size": "__import__('os').system('touch canary')"}},
+        {"architecture": 5},
+        {"pos_embed_interpolation": "../x"},
+    ],
+    ids=lambda change: json.dumps(change)[:40],
+)
+def test_descriptions_of_other_networks_are_refused(run, change):
+    path = run / "teacher.json"
+    whole = path.read_text()
+    body = read_sidecar(run / "teacher.safetensors")
+    for key, value in change.items():
+        body[key] = {**body[key], **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(body))
+    message = raised_by(lambda: dino_ds.load(run), CheckpointError)
+    path.write_text(whole)
+    assert message
