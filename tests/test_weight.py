@@ -10,13 +10,13 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 42_300,
-    "package files": 191,
-    "test lines": 35_300,
+    "package lines": 42_580,
+    "package files": 198,
+    "test lines": 34_690,
     "recipe keys": 136,
-    "words of pages": 14_150,
-    "words of notes": 8_810,
-    "variables named by a pronoun": 49,
+    "words of pages": 15_050,
+    "words of notes": 7_990,
+    "variables named by a pronoun": 63,
 }
 
 

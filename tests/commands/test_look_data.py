@@ -237,7 +237,8 @@ def test_what_is_there_stays_and_the_command_says_so(tmp_path, monkeypatch, comm
     file.parent.mkdir(exist_ok=True)
     file.write_text(THERE)
     Path("images").mkdir()
-    Path("images/a.png").touch()
+    for features in ("images/a.png", "x.npy", "x.npy.json"):
+        Path(features).touch()
     before = sorted(tmp_path.rglob("*"))
     code, lines = _command([*command.split(), *words.split()])
     assert code == 2 and str(file.parts[0]) in lines[-1] and not any("Traceback" in line for line in lines)

@@ -51,6 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     stub.train = lambda options, **files: found.append((options, files))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dino_ds.train", stub)
     monkeypatch.setattr(cli, "check_torchvision", lambda: None)
+    monkeypatch.setattr("dino_ds.cli.commands.check_may_begin", lambda *_: None)  # the folders here hold no runs
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found

@@ -7,6 +7,7 @@ import struct
 import zlib
 
 import numpy as np
+import PIL
 import tifffile
 from PIL import Image
 
@@ -14,6 +15,8 @@ from dino_ds.data.decode import EncodedImage, check_channels
 from dino_ds.data.sources import build_source
 
 ORANGE = (240, 120, 40)
+PILLOW_READS_MORE = tuple(map(int, PIL.__version__.split(".")[:2])) >= (12, 4)
+"""Whether Pillow reads TIFFs of premultiplied gray and of plain YCbCr, which earlier ones refuse."""
 
 
 def photo(width: int = 60, height: int = 45) -> Image.Image:

@@ -145,7 +145,8 @@ def test_a_changed_file_on_a_server(tmp_path, name, change, validators):
         assert any("index.jsonl is not of" in note for note in new.notes) == (indexed and size_or_end)
 
 
-_FACTS = {"sizes": {"a": 3}, "frozen": [], "cast": ["a"], "groups": [["x", 3]], "statistics": [1], "whole_step": True}
+_FACTS = {"sizes": {"a": 3}, "frozen": [], "cast": ["a"], "groups": [["x", 3]], "statistics": [1], "whole_step": True,
+          "matrices": []}  # fmt: skip
 _PART = {"flops": 2.0, "moments": [[1, 2.5]]}
 _COSTS = {"images": 2, "parts": {"student": _PART}, "saved": 1, "held": 1.5, "crops": 3, "window": 1, "teachers": {}}
 _PIECE = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, 9000)

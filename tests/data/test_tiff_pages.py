@@ -17,7 +17,7 @@ from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import UnreadableImage, in_channels
 from dino_ds.data.normalization import with_image_settings
 from dino_ds.errors import DataError
-from tests.data.files import Files, encoded, photo, png16
+from tests.data.files import PILLOW_READS_MORE, Files, encoded, photo, png16
 from tests.sample import sampled
 
 RGB = np.asarray(photo(64, 48))
@@ -115,7 +115,8 @@ def test_ycbcr_is_read_unless_it_is_subsampled_and_not_compressed():
     """Of such files Pillow takes subsampled colors for pixels."""
     ycbcr = photo(64, 48).convert("YCbCr")
     assert read(encoded(ycbcr, "TIFF", compression="jpeg")).shape == (48, 64, 3)
-    np.testing.assert_array_equal(read(encoded(ycbcr, "TIFF")), ycbcr.convert("RGB"))
+    if PILLOW_READS_MORE:
+        np.testing.assert_array_equal(read(encoded(ycbcr, "TIFF")), ycbcr.convert("RGB"))
     stream = io.BytesIO()
     tag = [(530, "H", 2, (2, 2), True)]
     tifffile.imwrite(stream, np.zeros((48, 32, 3), np.uint8), photometric="ycbcr", extratags=tag)
