@@ -21,7 +21,6 @@ from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import RECIPES, read_recipe_files
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.mixture import place_of
-from dino_ds.engine.process import import_deepspeed
 from dino_ds.errors import DataError, one_line
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.options.definition import Result
@@ -89,6 +88,14 @@ def _look_at_machines(
     )
 
 
+def _load(name: str) -> Any:
+    if name != "deepspeed":
+        return importlib.import_module(name)
+    from dino_ds.engine.process import import_deepspeed  # which needs a torch that loads
+
+    return import_deepspeed()
+
+
 def look_at_software() -> Iterator[Finding]:
     """List the versions, and try the imports of training; the last finding is the first import that fails."""
     versions = ", ".join(f"{name} {_version(name)}" for name in _SHOWN)
@@ -97,7 +104,7 @@ def look_at_software() -> Iterator[Finding]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                module = import_deepspeed() if name == "deepspeed" else importlib.import_module(name)
+                module = _load(name)
             if name == "torch" and not module.accelerator.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find it too, but warn
         except Exception as error:

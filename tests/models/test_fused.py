@@ -106,6 +106,7 @@ def test_fused_sinkhorn_is_the_same(rows: tuple[int, ...], monkeypatch: pytest.M
 
 def test_nothing_is_fused_before_it_is_proven_nor_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch):
     tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    monkeypatch.setattr(fused_module, "TAKEN", set())  # a run of another test may have filled it
     assert not fuses(tensor)
     monkeypatch.setattr(fused_module, "TAKEN", {"fused"})
     with uncompiled():

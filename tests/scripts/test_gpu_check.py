@@ -30,7 +30,7 @@ def test_command_lines_are_accepted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled([(name,) for name in MEASURED], lambda cell: (cell[0].partition("_")[0],)))
+@pytest.mark.parametrize(("name",), sampled([(name,) for name in MEASURED], lambda cell: (cell[0].partition("_")[0],)))
 def test_what_is_measured_runs_in_small(name):
     found = gpu_check.measure(name, small=True)
     assert "problem" not in found
