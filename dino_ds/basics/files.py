@@ -74,6 +74,12 @@ def left_over(path: Path) -> list[Path]:
     return [*path.parent.glob(f".{glob.escape(path.name[-200:])}.????????.tmp")]
 
 
+def discard_left_over(path: Path) -> None:
+    """Remove the temporary files beside `path` that a killed process has left."""
+    for file in left_over(path):
+        discard(file)
+
+
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to write files into, which is then renamed to `path`; `path` must not exist."""

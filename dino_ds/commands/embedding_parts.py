@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from dino_ds.basics.files import read_object, replace_file, replacing
@@ -27,7 +26,7 @@ from dino_ds.data.sources import changed_images
 from dino_ds.engine import distributed
 from dino_ds.engine.process import device
 from dino_ds.errors import ConfigError, unwritable
-from dino_ds.evals.features import LabeledImages, Reading, load_batches
+from dino_ds.evals.features import LabeledImages, Reading, fill_rows, load_batches
 
 Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
@@ -108,12 +107,7 @@ class Parts:
                 rows, bad = self._rows(part), list[str]()
                 features = np.full((len(rows), *self.shape), np.nan, self.dtype)
                 for _ in range(0, len(rows), reading.batch):
-                    crops, places, unreadable = next(loaded)
-                    bad += unreadable
-                    if len(crops):
-                        with torch.no_grad():
-                            described = describe(crops.to(device())).float().cpu().numpy()
-                        features[places[:, 0].numpy() - rows.start] = described
+                    bad += fill_rows(features, next(loaded), describe, device(), rows.start)
                 self._save(part, features, bad)
         return [text for part in mine for text in json.loads(self._record(part).read_text())]
 

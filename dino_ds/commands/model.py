@@ -1,4 +1,4 @@
-"""What `dino_ds.load` returns: a trained backbone that also takes folders and files of images.
+"""The model that `dino_ds.load` returns: a trained backbone that also takes folders and files of images.
 
 model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
 known = model.embed("images")                      # vectors, names, labels
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.images import Source
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import ConfigError
-from dino_ds.evals.features import BATCH, LabeledImages, Reading, find_images, load_batches, range_for
+from dino_ds.evals.features import BATCH, LabeledImages, Reading, fill_rows, find_images, load_batches, range_for
 from dino_ds.weights import load as weights
 from dino_ds.weights.load import Backbone
 
@@ -54,10 +54,8 @@ class Model(Backbone):
         rows, device, bad = np.full((len(source), self.width), np.nan, np.float32), self.device, list[str]()
         labeled = LabeledImages(source, indices, reading)
         with closing(load_batches(labeled, source, workers, "embed", batch_size=batch)) as batches:
-            for crops, places, unreadable in batches:
-                bad += unreadable
-                if len(crops):
-                    rows[places[:, 0].numpy()] = self.features(crops.to(device)).float().cpu().numpy()
+            for loaded in batches:
+                bad += fill_rows(rows, loaded, self.features, device)
         for note in [*notes, *(f"{text} can't be read: its row is NaN" for text in bad)]:
             warnings.warn(note, stacklevel=2)
         labels = np.full(len(source), -1) if source.labels is None else np.array(source.labels, int)
@@ -96,7 +94,4 @@ def load(
     the weights if they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone
     must be named.
     """
-    read = weights.load(path, device, heads, backbone)
-    model = Model(read.network, read.image_size, read.source, read.about, read.heads, read.notes)
-    model.mask_token = read.mask_token
-    return model
+    return cast(Model, weights.load(path, device, heads, backbone, Model))

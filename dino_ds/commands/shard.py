@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.files import discard, is_url, left_over, replace_file, replacing
+from dino_ds.basics.files import discard_left_over, is_url, replace_file, replacing
 from dino_ds.data.batches import started, worker_options
 from dino_ds.data.decode import ENDINGS, EXTENSIONS, EncodedImage
 from dino_ds.data.encoded import EncodedImages
@@ -106,8 +106,7 @@ class _Shards(Dataset[tuple[str, list[str], str]]):
     def __getitem__(self, number: int) -> tuple[str, list[str], str]:
         try:
             path = self.folder / self.names[number]
-            for left in left_over(path):  # by a killed process
-                discard(left)
+            discard_left_over(path)
             with replacing(path) as part:
                 bad = self._write(part, self.range_of(number))
                 digest = hashlib.sha256()

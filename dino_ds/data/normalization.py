@@ -213,8 +213,8 @@ def measure_channels(
 
 
 class Stated(NamedTuple):
-    """What the weights that a run continues or learns from say of the images that they were trained on; None for what
-    they do not say. by: the option that names them, with its value."""
+    """The settings of training images that are stated by the weights which a run continues or learns from; None for one
+    that is not stated. by: the option that names the weights, with its value."""
 
     by: str = ""
     normalization: Normalization | None = None

@@ -140,7 +140,7 @@ _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "
 _DEPTH_OR_TIME = re.compile(r"""\b(slices|frames)=(?!1\b)\d|\bSize[ZT]="(?!1")\d|"axes": "[^"]*[ZT]""")
 """Descriptions by ImageJ, OME and tifffile of pages that are slices of a volume or frames of a film."""
 _CHANNELS = re.compile(r"""\bchannels=(?!1\b)\d|\bSizeC="(?!1")\d|"axes": "[^"]*C""")
-"""Those of pages that are channels."""
+"""Descriptions by the same programs of pages that are channels."""
 
 
 def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:

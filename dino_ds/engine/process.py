@@ -1,5 +1,5 @@
-"""What a process needs around training: its device and memory, DeepSpeed imported without its warnings, and the
-launcher's process group, from the rendezvous of the ranks to its end.
+"""The device and memory of this process, the import of DeepSpeed without its warnings, and the launcher's process
+group, from the rendezvous of the ranks to its end.
 """
 
 from __future__ import annotations

@@ -243,6 +243,22 @@ def load_batches(
         yield from tqdm(batches, progress, len(loader), leave=False, disable=hidden)
 
 
+def fill_rows(
+    rows: np.ndarray,
+    batch: tuple[Tensor, Tensor, list[str]],
+    describe: Callable[[Tensor], Tensor],
+    device: torch.device,
+    first: int = 0,
+) -> list[str]:
+    """Write the features of a batch of `load_batches` into the rows of its images; rows[0] is that of image `first`.
+    Returns texts that name the images that can't be read, whose rows stay as they are."""
+    images, places, unreadable = batch
+    if len(images):
+        with torch.no_grad():
+            rows[places[:, 0].numpy() - first] = describe(images.to(device)).float().cpu().numpy()
+    return unreadable
+
+
 def raw_pixels(images: Tensor) -> Tensor:
     """Images (b, 3, h, w) -> (b, 3 * 32 * 32) shrunken pixels: the baseline that any learning must beat."""
     size = min(_RAW_PIXELS, images.shape[-1])

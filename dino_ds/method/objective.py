@@ -100,8 +100,8 @@ class OwnStates:
         }
 
     def moved(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: states without attributes that are as when the terms were built, which the recipe
-        says, unless a term has a `state_dict` of its own."""
+        """The states of terms that a checkpoint holds: without attributes that have not changed since the terms were
+        built from the recipe, unless a term has a `state_dict` of its own."""
         whole = [name for name, term in self._terms.items() if not _is_ours(term)]
         return {
             key: value

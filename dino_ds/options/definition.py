@@ -197,7 +197,7 @@ class EvalOptions:
     source: _Source = None
     root: str | None = option(None, "labeled training images, as data.root", shown="the run's")
     test_root: str | None = option(None, "labeled test images", shown="the run's eval.root, or the source's own")
-    benchmark_root: str | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
+    benchmark_root: str | None = option(None, f"folder with the images of {', '.join(BENCHMARKS)}")
     size: Count | None = option(
         None, "side of the images in pixels, a multiple of the patch size", shown="the model's or the benchmark's"
     )

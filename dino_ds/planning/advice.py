@@ -141,8 +141,8 @@ class Way:
 
 
 def ways(facts: Situation) -> list[Way]:
-    """What a CPU can do with images in color: released weights as they are, as a teacher, continued, and nothing from
-    them. Empty for others, which the study lacks."""
+    """The ways to features that a CPU can take with images in color: released weights as they are, continued, as a
+    teacher, or training without them. Empty for other images, which the study lacks."""
     if facts.teacher is None:
         return []
     size = max(_TAUGHT_SIDE, min(224, facts.side // 32 * 32))

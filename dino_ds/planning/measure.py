@@ -357,7 +357,7 @@ class GpuPeak:
 
 @dataclass(frozen=True)
 class ChildLimits:
-    """What the processes of `run_in_child` may take: gib of memory each, a GPU's if there is one, and seconds."""
+    """Limits of the processes of `run_in_child`: gib of memory for each, a GPU's if there is one, and seconds."""
 
     ranks: int = 1
     gib: float | None = None

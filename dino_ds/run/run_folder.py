@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dino_ds.basics.files import discard, hash_code, left_over, replace_file, why_not_writable
+from dino_ds.basics.files import discard, discard_left_over, hash_code, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER, did_you_mean, sidecar_of, step_name
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE, Manifest, write_tensors
 from dino_ds.config import stages
@@ -375,8 +375,8 @@ def write_description(folder: RunFolder) -> None:
         if distributed.rank() == 0:
             about: dict[str, Any] = {"run_id": str(folder.run_id), stages.CONFIG_NAME: folder.config_name}
             about |= {**({stages.ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
-            for left in (left for name in _FILES for left in left_over(path / name)):
-                discard(left)
+            for name in _FILES:
+                discard_left_over(path / name)
             try:
                 replace_file(path / "ds_config.json", json.dumps(folder.config.raw, indent=2) + "\n")
                 replace_file(path / stages.ENVIRONMENT, json.dumps(about, indent=2) + "\n")

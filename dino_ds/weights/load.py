@@ -397,8 +397,9 @@ def load(
     device: str | torch.device = "cpu",
     heads: int | None = None,
     backbone: str | None = None,
+    kind: type[Backbone] = Backbone,
 ) -> Backbone:
-    """A Backbone of what `dino_ds.load` reads, which says what the arguments are."""
+    """A Backbone, of the class `kind`, of what `dino_ds.load` reads, which says what the other arguments are."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
@@ -416,7 +417,7 @@ def load(
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*loaded.notes, *description.notes, *notes_on_mean(loaded.about, description.spec.in_chans)]
-    model = Backbone(filled, description.image_size, path, loaded.about, loaded.heads, notes)
+    model = kind(filled, description.image_size, path, loaded.about, loaded.heads, notes)
     model.mask_token = loaded.mask_token
     return model.to(device)
 

@@ -85,7 +85,7 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
 
 
 def _unsaved(network: nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes with a write to each buffer that the state of a network does not hold, by name."""
+    """The identity and version, which every write changes, of each buffer that a network's state lacks, by name."""
     held = network.state_dict().keys()
     return {name: (id(b), b._version) for name, b in network.named_buffers() if name not in held}
 
