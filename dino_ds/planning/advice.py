@@ -165,8 +165,8 @@ def _cpu_seconds(facts: Situation, flags: dict[str, str]) -> float:
 
     def work(recipe: Recipe) -> tuple[int, int]:
         crops, patch = recipe.crops, recipe.model.patch_size or facts.patch
-        own, few = 2 * crops.global_size**2, crops.num_local * crops.local_size**2
-        return (4 * own + 3 * few) // patch**2, own + few  # the teacher sees global crops, forward
+        seen, local = 2 * crops.global_size**2, crops.num_local * crops.local_size**2
+        return (4 * seen + 3 * local) // patch**2, seen + local  # the teacher sees global crops, forward
 
     patches, pixels = (new / old for new, old in zip(work(sizes), work(known), strict=True))
     return 23 * 60 / 600_000 * (0.9 * patches + 0.1 * pixels)

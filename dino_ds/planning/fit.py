@@ -1,7 +1,4 @@
-"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus margins for the process.
-
-Chooses a ds config by rule: lowest ZeRO stage that fits, recomputation before offload, largest micro-batch.
-"""
+"""Whether a training step fits on a GPU and with how many images, and the ds config that the planner recommends."""
 
 from __future__ import annotations
 
@@ -22,14 +19,28 @@ from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.planning.host import Cluster
 
+RECOMMENDED = "the recommended config"
+SMALL = "small"
+"""The recipe for few or small images, which takes the least memory of those that learn well."""
+FILLED = 0.97
+"""Share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner."""
 # Assumed, not measured: device memory of the driver and the libraries' kernels, NCCL's channels with several ranks,
 # and what the allocator loses to fragmentation, as a part of the tensors' size.
-CONTEXT_BYTES = GIB // 2
-NCCL_BYTES = GIB // 2
+_CONTEXT_BYTES = GIB // 2
+_NCCL_BYTES = GIB // 2
 FRAGMENTATION = 0.05
-# Share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner.
-FILLED = 0.97
 _MOST_IMAGES = 1 << 16
+_ENOUGH = 8
+"""Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
+_FP16 = {
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+_CPU = {"device": "cpu", "pin_memory": True}
 
 
 @dataclass(frozen=True)
@@ -74,11 +85,6 @@ def _fit(recipe: Recipe, config: DsConfig, world_size: int, limit_gib: float, ex
     return Fit(config, with_margins(memory, world_size), limit_gib)
 
 
-def rehearsed(candidate: Fit, recipe: Recipe, world_size: int) -> Fit:
-    """Rehearse the micro-batch of a `candidate` that a search found, for its exact fit."""
-    return _fit(recipe, candidate.config, world_size, candidate.limit_gib)
-
-
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:
     """Return the largest micro-batch that fits, whether it divides the global batch or not; 0 if none fits."""
     low, high = 0, 64  # smaller ones are estimated only if this does not fit
@@ -109,25 +115,9 @@ def with_margins(memory: Memory, world_size: int) -> Memory:
     """Add to `memory` what is not in tensors: fragmentation, the CUDA context and NCCL."""
     margins = {
         "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
-        "CUDA context and NCCL": CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),
+        "CUDA context and NCCL": _CONTEXT_BYTES + (_NCCL_BYTES if world_size > 1 else 0),
     }
     return Memory(memory.moment, memory.parts | margins)
-
-
-RECOMMENDED = "the recommended config"
-SMALL = "small"
-"""The recipe for few or small images, which takes the least memory of those that learn well."""
-_ENOUGH = 8
-"""Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
-_FP16 = {
-    "enabled": True,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-_CPU = {"device": "cpu", "pin_memory": True}
 
 
 @dataclass(frozen=True)
@@ -197,13 +187,13 @@ def recommend(
     shapes: Sequence[Shape] = SHAPES,
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
 ) -> Recommendation:
-    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError, with remedies, if
-    nothing fits.
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs: lowest ZeRO stage that fits,
+    recomputation before offload, largest micro-batch. Raises ConfigError, with remedies, if nothing fits.
 
     make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
     """
-    if found := _search(recipe, cluster, limit_gib, shapes, make_ds):
-        return found
+    if recommendation := _search(recipe, cluster, limit_gib, shapes, make_ds):
+        return recommendation
     changes = _changes_for_offloading(recipe)
     options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
     offloading = f"{options}, which allows offloading, " if changes else ""
@@ -245,7 +235,7 @@ def _search(
         ds = make_ds(shape, cluster.gpu.bf16)
         for size in sizes[: 1 if shape.stage == 1 else None]:
             fit = _estimate(recipe, ds, cluster, limit_gib, size)
-            if fit.fits and (fit := rehearsed(fit, recipe, cluster.world_size)).fits:
+            if fit.fits and (fit := _fit(recipe, fit.config, cluster.world_size, limit_gib)).fits:
                 return fit
         return None
 

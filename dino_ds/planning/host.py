@@ -1,11 +1,4 @@
-"""The resources that all ranks of a run have, and the host memory and disk space that a run needs.
-
-The planner's table of graphics cards, and estimates of hours from their peak.
-
-Dense TFLOP/s of bf16 (fp16 where there is no bf16) with FP32 accumulation are NVIDIA's: data sheets of T4, V100, A10,
-A100, A6000, L4, L40S, H100, H200 and HGX B200; whitepapers of the GeForce cards (Turing, Ampere GA102, Ada, Blackwell).
-`memory_gib` is what torch finds on such a card, as its out-of-memory errors print it: less than the number on the box.
-"""
+"""GPUs that the planner knows, this machine's resources, and the hours, host memory and disk space that a run needs."""
 
 from __future__ import annotations
 
@@ -25,6 +18,15 @@ from dino_ds.method.specs.own import teachers_of
 
 REACHED = 0.3, 0.5
 """Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
+FREE_PART = 0.9
+"""Share of the host's free memory that training on a CPU may use."""
+# Assumed memory of a training process with its CUDA libraries, and of a loader process without what others share.
+_PROCESS_BYTES = 3 * GIB
+_WORKER_BYTES = 350 * 2**20
+_FP32 = 4
+# Bytes per trained weight: FP32 master weight and Adam's two moments.
+_STATE = 12
+_SAVED = "checkpoint being written"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,34 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return self.gpus * self.nodes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
+    a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
+    before it builds anything."""
+
+    ranks: int
+    ranks_per_node: int
+    host_gib: float
+    card_gib: float | None = None
+    bf16: bool = True
+    fp16: bool = True
+    libraries: int = 0
+
+    def in_common(self, other: Machine) -> Machine:
+        """Return the resources that both machines have: every rank trains with the same config."""
+        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
+        return Machine(
+            self.ranks,
+            max(self.ranks_per_node, other.ranks_per_node),
+            min(self.host_gib, other.host_gib),
+            min(cards, default=None),
+            self.bf16 and other.bf16,
+            self.fp16 and other.fp16,
+            max(self.libraries, other.libraries),
+        )
 
 
 GPUS: dict[str, Gpu] = {
@@ -79,6 +109,9 @@ GPUS: dict[str, Gpu] = {
         Gpu("b200-180g", 178.3, 2250.0),
     )
 }
+"""Peaks are dense TFLOP/s of bf16 (fp16 without bf16) with FP32 accumulation, by NVIDIA's data sheets of T4, V100, A10,
+A100, A6000, L4, L40S, H100, H200 and HGX B200, and whitepapers of the GeForce cards (Turing to Blackwell).
+Memory is what torch finds on such a card, as its out-of-memory errors print it: less than the number on the box."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -116,45 +149,6 @@ def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
         f"{work}: {least} to {most} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to {low} % of the peak of "
         f"{gpu.name}; not measured"
     )
-
-
-# Assumed memory of a training process with its CUDA libraries, and of a loader process without what others share.
-PROCESS_BYTES = 3 * GIB
-WORKER_BYTES = 350 * 2**20
-_FP32 = 4
-FREE_PART = 0.9
-"""Share of the host's free memory that training on a CPU may use."""
-_SAVED = "checkpoint being written"
-# Bytes per trained weight: FP32 master weight and Adam's two moments.
-_STATE = 12
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
-    a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
-    before it builds anything."""
-
-    ranks: int
-    ranks_per_node: int
-    host_gib: float
-    card_gib: float | None = None
-    bf16: bool = True
-    fp16: bool = True
-    libraries: int = 0
-
-    def in_common(self, other: Machine) -> Machine:
-        """Return the resources that both machines have: every rank trains with the same config."""
-        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
-        return Machine(
-            self.ranks,
-            max(self.ranks_per_node, other.ranks_per_node),
-            min(self.host_gib, other.host_gib),
-            min(cards, default=None),
-            self.bf16 and other.bf16,
-            self.fp16 and other.fp16,
-            max(self.libraries, other.libraries),
-        )
 
 
 def find_machine() -> Machine:
@@ -198,8 +192,8 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
     here, learning = (count * gpus // world_size if config.stage else count for count in (weights, trained))
     workers = MAX_WORKERS if recipe.data.workers is None else recipe.data.workers
     parts = {
-        "processes": PROCESS_BYTES * gpus,
-        "loader processes": WORKER_BYTES * workers * gpus,
+        "processes": _PROCESS_BYTES * gpus,
+        "loader processes": _WORKER_BYTES * workers * gpus,
         "loaded batches": (workers * PREFETCHED_BATCHES + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
         # FP32 gradients are there too.
         "offloaded optimizer": (_STATE + _FP32) * learning if offloads_optimizer(zero) else 0,

@@ -1,6 +1,6 @@
 """`dino-ds doctor --hostfile HOSTS`: whether the machines of a hostfile can train together.
 
-As a program it examines its machine: question and answer are JSON on its pipes, which no remote shell reads.
+Run as a program it examines its own machine: question and answer are JSON on its pipes, which no remote shell reads.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""Measures the peak memory of a function: of a GPU's allocator, or on a CPU in a new process, which has grown before
-for nothing else.
-
-Finds this machine's GPUs.
-
-Times several functions interleaved in one process, so that a disturbance slows all of them alike.
-
-Describes the machine on which something is measured, and how fast its matrix products are.
-
-A real training step of a recipe on crops in memory, to be timed, profiled or measured.
-"""
+"""What the benches measure and how: a recipe's training step, interleaved times, peak memory, this host and its GPU."""
 
 from __future__ import annotations
 
@@ -59,27 +49,77 @@ from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.environment import versions
 
+MIB = 2**20
+EPOCH_STEPS = 1000
+"""Steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does."""
+MEMORY_STEPS = 2
+"""Steps after which the peak of memory is known: the second is the first with Adam's moments."""
+_PRODUCT_SIDES = {"cpu": 2048, "cuda": 8192}
+_LOOK_SECONDS = 0.03
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-@dataclass(frozen=True)
-class VisibleGpu:
-    """A GPU that torch sees; `free_gib` is the memory that other processes leave."""
 
-    name: str
-    capability: str
-    memory_gib: float
-    free_gib: float
+def begin(batch: int | None, threads: int, one_process: str = "") -> int:
+    """Join the process group and return the images per process. `one_process` names a command for one process."""
+    init_distributed()
+    torch.set_num_threads(threads)
+    if one_process and distributed.world_size() > 1:
+        raise ConfigError(f"{one_process} measures in one process: start it without deepspeed or torchrun")
+    return batch or (64 if torch.cuda.is_available() else 8)
 
 
-def find_gpus() -> list[VisibleGpu]:
-    """List the GPUs that torch sees; [] without any."""
-    if not torch.cuda.is_available():
-        return []
-    gpus = []
-    for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        free, total = torch.cuda.mem_get_info(number)
-        gpus.append(VisibleGpu(about.name, f"{about.major}.{about.minor}", total / 2**30, free / 2**30))
-    return gpus
+def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> tuple[Recipe, DsConfig]:
+    """Resolve recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
+    ranks = distributed.world_size()
+    recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
+    weights, images = count_parameters(recipe), batch * ranks
+    try:
+        config = resolve_ds_config(dict(ds), ds_path, images, ranks, fp16_supported(), weights)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (the global batch is here --batch {batch} x ranks {ranks})") from None
+    return recipe, config
+
+
+@dataclass
+class Trial:
+    """A step and one micro-batch for it, on the device."""
+
+    step: TrainingStep
+    accumulation: int
+    inputs: Inputs
+
+    def run(self) -> Tensor:
+        """One optimizer step; its loss (scalar on the device), the mean over the window. Does not synchronize."""
+        if self.step.window > 1:
+            self.step.prepare([self.inputs] * self.step.window)
+        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
+        return torch.stack(losses).mean()
+
+
+def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
+    """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
+    step = build_step(recipe, config, EPOCH_STEPS)
+    step.restore(step.state(), max(step.schedules.warmup_steps, step.schedules.freeze_steps + 1))
+    return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
+
+
+def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
+    """Take one optimizer step on real images; the wait for them is the part "data"."""
+    step = trial.step
+    for _ in range(trial.accumulation // step.window):
+        with named_range("data"):
+            batches = [next(prefetcher) for _ in range(step.window)]
+        window = [Inputs(b.crops, sample_keys(seed, b.epoch, b.indices), b.masks) for b in batches]
+        step.prepare(window)
+        for inputs in window:
+            step.micro_batch(inputs, prefetcher.prefetch)
+
+
+def real_feed(recipe: Recipe, micro_batch: int) -> DevicePrefetcher:
+    """The batches that `train` would take, from its first step on. Raises DataError."""
+    source = training_images(recipe.data, recipe.eval.val_share)
+    recipe, _ = with_image_settings(recipe, source)
+    return build_prefetcher(recipe, source, micro_batch, device(), Position())
 
 
 @dataclass(frozen=True)
@@ -179,7 +219,38 @@ class PartTimes:
         return dict(self._seconds)
 
 
-_SIDES = {"cpu": 2048, "cuda": 8192}
+def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) -> float:
+    """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
+    side = _PRODUCT_SIDES.get(device.type, _PRODUCT_SIDES["cuda"])
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    timing = time_interleaved({"product": lambda: torch.mm(a, b)}, repeats, 2, device)["product"]
+    return 2 * side**3 / min(timing.all_seconds) / 1e12
+
+
+def clock_name(clock: str) -> str:
+    return "CPU time of one thread" if clock == "cpu" else "wall time"
+
+
+def about(recipe: Recipe, batch: int) -> dict[str, Any]:
+    """The part of a bench's result about network, batch and machine; "prototypes" are those of all heads."""
+    return {
+        "backbone": recipe.model.backbone,
+        "crops": describe_crops(recipe.groups),
+        "prototypes": sum(head.prototypes for head in heads_of(recipe).values()),
+        "batch": batch,
+        "processes": distributed.world_size(),
+        "host": describe_host(),
+    }
+
+
+def heading(title: str, result: dict[str, Any]) -> str:
+    """The lines above a table."""
+    prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
+    setting = (
+        f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process, "
+        f"{result['processes']} process(es)"
+    )
+    return f"{title}: {setting}\n{host_line(result['host'])}\n"
 
 
 def describe_host() -> dict[str, Any]:
@@ -205,119 +276,32 @@ def host_line(host: dict[str, Any]) -> str:
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
 
 
-def about(recipe: Recipe, batch: int) -> dict[str, Any]:
-    """The part of a bench's result about network, batch and machine; "prototypes" are those of all heads."""
-    return {
-        "backbone": recipe.model.backbone,
-        "crops": describe_crops(recipe.groups),
-        "prototypes": sum(head.prototypes for head in heads_of(recipe).values()),
-        "batch": batch,
-        "processes": distributed.world_size(),
-        "host": describe_host(),
-    }
-
-
-def heading(title: str, result: dict[str, Any]) -> str:
-    """The lines above a table."""
-    prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
-    setting = (
-        f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process, "
-        f"{result['processes']} process(es)"
-    )
-    return f"{title}: {setting}\n{host_line(result['host'])}\n"
-
-
-def clock_name(clock: str) -> str:
-    return "CPU time of one thread" if clock == "cpu" else "wall time"
-
-
-def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) -> float:
-    """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
-    side = _SIDES.get(device.type, _SIDES["cuda"])
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    timing = time_interleaved({"product": lambda: torch.mm(a, b)}, repeats, 2, device)["product"]
-    return 2 * side**3 / min(timing.all_seconds) / 1e12
-
-
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-EPOCH_STEPS = 1000
-"""Steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does."""
+@dataclass(frozen=True)
+class VisibleGpu:
+    """A GPU that torch sees; `free_gib` is the memory that other processes leave."""
 
-MEMORY_STEPS = 2
-"""Steps after which the peak of memory is known: the second is the first with Adam's moments."""
-
-
-@dataclass
-class Trial:
-    """A step and one micro-batch for it, on the device."""
-
-    step: TrainingStep
-    accumulation: int
-    inputs: Inputs
-
-    def run(self) -> Tensor:
-        """One optimizer step; its loss (scalar on the device), the mean over the window. Does not synchronize."""
-        if self.step.window > 1:
-            self.step.prepare([self.inputs] * self.step.window)
-        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
-        return torch.stack(losses).mean()
+    name: str
+    capability: str
+    memory_gib: float
+    free_gib: float
 
 
-def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
-    """Take one optimizer step on real images; the wait for them is the part "data"."""
-    step = trial.step
-    for _ in range(trial.accumulation // step.window):
-        with named_range("data"):
-            batches = [next(prefetcher) for _ in range(step.window)]
-        window = [Inputs(b.crops, sample_keys(seed, b.epoch, b.indices), b.masks) for b in batches]
-        step.prepare(window)
-        for inputs in window:
-            step.micro_batch(inputs, prefetcher.prefetch)
-
-
-def real_feed(recipe: Recipe, micro_batch: int) -> DevicePrefetcher:
-    """The batches that `train` would take, from its first step on. Raises DataError."""
-    source = training_images(recipe.data, recipe.eval.val_share)
-    recipe, _ = with_image_settings(recipe, source)
-    return build_prefetcher(recipe, source, micro_batch, device(), Position())
-
-
-def begin(batch: int | None, threads: int, one_process: str = "") -> int:
-    """Join the process group and return the images per process. `one_process` names a command for one process."""
-    init_distributed()
-    torch.set_num_threads(threads)
-    if one_process and distributed.world_size() > 1:
-        raise ConfigError(f"{one_process} measures in one process: start it without deepspeed or torchrun")
-    return batch or (64 if torch.cuda.is_available() else 8)
-
-
-def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> tuple[Recipe, DsConfig]:
-    """Resolve recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
-    ranks = distributed.world_size()
-    recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
-    weights, images = count_parameters(recipe), batch * ranks
-    try:
-        config = resolve_ds_config(dict(ds), ds_path, images, ranks, fp16_supported(), weights)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (the global batch is here --batch {batch} x ranks {ranks})") from None
-    return recipe, config
-
-
-def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
-    """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
-    step = build_step(recipe, config, EPOCH_STEPS)
-    step.restore(step.state(), max(step.schedules.warmup_steps, step.schedules.freeze_steps + 1))
-    return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
-
-
-MIB = 2**20
-_LOOK_SECONDS = 0.03
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+def find_gpus() -> list[VisibleGpu]:
+    """List the GPUs that torch sees; [] without any."""
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        gpus.append(VisibleGpu(about.name, f"{about.major}.{about.minor}", total / 2**30, free / 2**30))
+    return gpus
 
 
 class ChildFailed(UserError):
