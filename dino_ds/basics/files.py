@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """The number under the key "format": a change of a file's content that this code could not read raises it."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+_SIGNED_GOLDEN, _SIGNED_MIX1, _SIGNED_MIX2 = (number - (1 << 64) for number in (_GOLDEN, _MIX1, _MIX2))
+MAX_BYTES = 1 << 18
+MAX_JSON_BYTES = 64 << 20
+MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
+"""Most bytes of a file that a run may append to for years, and of one line of it."""
+_MOST_TEXT, _MOST_NAME = 4096, 255
+"""Most bytes of a path on Linux, and of a name in it."""
 
 
 def check_format(number: object, file: object, remedy: str) -> None:
@@ -180,12 +190,6 @@ def cache_folder() -> Path:
     return folder if not folder.exists() or folder.lstat().st_uid == os.getuid() else Path(tempfile.mkdtemp())
 
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
-_SIGNED_GOLDEN, _SIGNED_MIX1, _SIGNED_MIX2 = (number - (1 << 64) for number in (_GOLDEN, _MIX1, _MIX2))
-
-
 def crop_seed(seed: int, epoch: int, index: int) -> int:
     """A 64-bit hash of (seed, epoch, index): crops depend on nothing else, neither on the worker nor on the rank."""
     value = 0
@@ -230,14 +234,6 @@ def hash_code() -> str:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
-
-
-MAX_BYTES = 1 << 18
-MAX_JSON_BYTES = 64 << 20
-MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
-"""Most bytes of a file that a run may append to for years, and of one line of it."""
-_MOST_TEXT, _MOST_NAME = 4096, 255
-"""Most bytes of a path on Linux, and of a name in it."""
 
 
 def read_text(path: str, kind: str) -> str:

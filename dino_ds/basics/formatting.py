@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
+
 
 def short(value: float, digits: int = 3) -> str:
     """`value` with `digits` significant digits; a larger number whole, its thousands with commas."""
@@ -32,9 +34,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
     lines.insert(1, f"| {' | '.join(rules)} |")
     return "\n".join(lines)
-
-
-FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
 
 
 @dataclass(frozen=True)

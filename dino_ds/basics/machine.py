@@ -27,6 +27,9 @@ _CONTAINERS = (
 memory.stat."""
 _CACHES = ("inactive_file", "active_file")
 """Names in memory.stat of cached file content, which the kernel frees when memory is needed."""
+_LONGEST_TMPDIR = 60
+"""Longest TMPDIR, in bytes, that leaves room for a socket's name: the whole path may have 107."""
+_random = random.SystemRandom()  # a fixed seed would give two jobs of a machine the same port
 
 
 def host_memory_gib() -> tuple[float, float]:
@@ -73,11 +76,6 @@ def own_processes() -> list[psutil.Process]:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return processes
-
-
-_LONGEST_TMPDIR = 60
-"""Longest TMPDIR, in bytes, that leaves room for a socket's name: the whole path may have 107."""
-_random = random.SystemRandom()  # a fixed seed would give two jobs of a machine the same port
 
 
 def port_is_free(port: int) -> bool:

@@ -11,6 +11,19 @@ from typing import Any, TypeVar
 
 _devices: list[str] = []
 _making_once: list[None] = []
+PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
+"""Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp;
+student: also the cross-entropies over prototypes, which its heads compute; loss: the other terms, and the sum; center:
+the center's commit over all ranks."""
+AUGMENTATION = "augmentation"
+"""The range of the augmentation: within "data" on a CPU, on a stream of its own parallel to the step on a GPU."""
+READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"
+"""Ranges of the loading of images, in order, before the augmentation: within "data" where they run in this process."""
+_T = TypeVar("_T")
+Listener = Callable[[str], AbstractContextManager[Any]]
+_listeners: list[Listener] = []
+_observers: list[Callable[[str], None]] = []
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def rehearsing() -> bool:
@@ -46,23 +59,6 @@ def making_once() -> Iterator[None]:
 def is_made_once() -> bool:
     """Whether the code runs inside `making_once`: the cost of a step does not include it."""
     return bool(_making_once)
-
-
-PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
-"""Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp;
-student: also the cross-entropies over prototypes, which its heads compute; loss: the other terms, and the sum; center:
-the center's commit over all ranks."""
-AUGMENTATION = "augmentation"
-"""The range of the augmentation: within "data" on a CPU, on a stream of its own parallel to the step on a GPU."""
-
-READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"
-"""Ranges of the loading of images, in order, before the augmentation: within "data" where they run in this process."""
-
-_T = TypeVar("_T")
-Listener = Callable[[str], AbstractContextManager[Any]]
-_listeners: list[Listener] = []
-_observers: list[Callable[[str], None]] = []
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:

@@ -41,6 +41,14 @@ from dino_ds.options.definition import Result
 _BATCH = 16
 _NAMED = 20
 """Most unreadable files and classes that are named; --json names all."""
+GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
+_LINE = 1.1
+"""Height of a local crop, inches; an image and a global crop are two lines high."""
+_MARGIN = 0.6
+"""Inches above the first image and below the last."""
+_ORIGINAL, _GLOBAL = 3, 2
+"""Columns of the grid that an image and a global crop take; a local crop takes one."""
+_NAME = 90
 
 
 @dataclass(frozen=True)
@@ -188,16 +196,6 @@ def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 def _range_text(values: dict[str, float]) -> str:
     low, middle, high = (f"{values[name]:,.0f}" for name in ("min", "median", "max"))
     return low if low == high else f"{low} to {high} (median {middle})"
-
-
-GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
-_LINE = 1.1
-"""Height of a local crop, inches; an image and a global crop are two lines high."""
-_MARGIN = 0.6
-"""Inches above the first image and below the last."""
-_ORIGINAL, _GLOBAL = 3, 2
-"""Columns of the grid that an image and a global crop take; a local crop takes one."""
-_NAME = 90
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> Result:

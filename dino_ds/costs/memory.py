@@ -23,6 +23,14 @@ MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
+_TEACHER = "a teacher's forward pass"
+_MOMENTS = {
+    "targets": "the targets",
+    "student": "the loss",
+    "loss": "the loss",
+    "backward": "the backward pass",
+}
+"""The moment of a step in words, by part; heads compute their losses in the student's part."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +101,6 @@ def estimate_memory(
     }
     parts = {name: common.get(name, 0) + peak.parts.get(name, 0) for name in {**common, **peak.parts}}
     return Memory(peak.moment, {name: n for name, n in parts.items() if n})
-
-
-_TEACHER = "a teacher's forward pass"
-_MOMENTS = {
-    "targets": "the targets",
-    "student": "the loss",
-    "loss": "the loss",
-    "backward": "the backward pass",
-}
-"""The moment of a step in words, by part; heads compute their losses in the student's part."""
 
 
 def _alive(name: str, size: float, costs: StepCosts, window: int) -> dict[str, int]:

@@ -38,6 +38,22 @@ _UNUSABLE = OSError, RuntimeError
 """Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
 _T = TypeVar("_T")
 _found: dict[str, Any] = {}
+_ELSEWHERE: dict[str, Any] = {
+    **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
+    **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
+    "crops": {"global_scale", "local_scale", "augment", "jitter", "blur", "grayscale", "flip", "solarize", "rotation"},
+    "model": {"init_from", "freeze_backbone"},
+    "objective": {"student_temp", "teacher_temp", "warmup_teacher_temp", "teacher_temp_warmup", "freeze_prototypes"},
+    "optimizer": {"lr", "lr_scaling", "schedule", "min_lr", "warmup", "warmup_shape", "weight_decay"},
+    "teacher": {"momentum", "momentum_end"},
+}
+"""Keys of a recipe on which the costs of a micro-batch do not depend."""
+_LINES = {True: (4, 32, 64), False: (8, 64)}
+"""Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
+Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
+so small that rehearsing many images takes minutes: there larger sizes always use the last line."""
+_NUMBERS = "saved", "held", "crops"
+_SILENT_SECONDS = 3.0
 
 
 def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
@@ -94,24 +110,6 @@ def _digest(module: str) -> str:
         return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else module
     except (ImportError, OSError, ValueError):
         return module
-
-
-_ELSEWHERE: dict[str, Any] = {
-    **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
-    **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
-    "crops": {"global_scale", "local_scale", "augment", "jitter", "blur", "grayscale", "flip", "solarize", "rotation"},
-    "model": {"init_from", "freeze_backbone"},
-    "objective": {"student_temp", "teacher_temp", "warmup_teacher_temp", "teacher_temp_warmup", "freeze_prototypes"},
-    "optimizer": {"lr", "lr_scaling", "schedule", "min_lr", "warmup", "warmup_shape", "weight_decay"},
-    "teacher": {"momentum", "momentum_end"},
-}
-"""Keys of a recipe on which the costs of a micro-batch do not depend."""
-_LINES = {True: (4, 32, 64), False: (8, 64)}
-"""Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
-Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
-so small that rehearsing many images takes minutes: there larger sizes always use the last line."""
-_NUMBERS = "saved", "held", "crops"
-_SILENT_SECONDS = 3.0
 
 
 @with_config(ConfigDict(extra="forbid"))

@@ -45,6 +45,14 @@ _HINTS = {
     "SIGBUS": ". Shared memory has run out: start the container with a larger --shm-size",
     "SIGSEGV": ". A decoder crashed on a damaged image",
 }
+_Opened = EncodedImage | DecodedImage | CachedImage
+_CPU = torch.device("cpu")
+_PATIENCE_SHARE = 0.8
+"""Share of `LoaderOptions.patience` within which a remote image must arrive."""
+_DRAWS = -4
+"""Reserved negative image index that seeds the global generators, from which a user's source may draw."""
+_MAX_TRIES = 100
+"""Unreadable images in a row after which DataError is raised."""
 
 
 def automatic_workers(ranks: int | None = None) -> int:
@@ -188,16 +196,6 @@ def _exit_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-_Opened = EncodedImage | DecodedImage | CachedImage
-_CPU = torch.device("cpu")
-_PATIENCE_SHARE = 0.8
-"""Share of `LoaderOptions.patience` within which a remote image must arrive."""
-_DRAWS = -4
-"""Reserved negative image index that seeds the global generators, from which a user's source may draw."""
-_MAX_TRIES = 100
-"""Unreadable images in a row after which DataError is raised."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from dino_ds.errors import DataError
 
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd factor that keeps inode numbers of several devices apart."""
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+"""Value in the name of a folder of rows without one."""
 
 
 def file_key(path: str) -> int:
@@ -72,10 +74,6 @@ def keys_in(folder: str) -> dict[int, int]:
         keys = FolderKeys(os.stat(folder).st_dev)
         return {hash(entry.name): keys.of(entry) for entry in entries}
     return {}
-
-
-_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Value in the name of a folder of rows without one."""
 
 
 def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.ndarray]]:

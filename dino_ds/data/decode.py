@@ -67,6 +67,21 @@ HEAD = 132
 _IMAGES = tuple(map(os.fsencode, EXTENSIONS))
 _KNOWN = (*_IMAGES, *_SIDE_FILES)
 _NAMED = re.compile(rf"(?s)(.+(?:{'|'.join(map(re.escape, HDF5))})):(/.*)|(.+\.tar):([^/:]+)", re.IGNORECASE)
+MAX_PIXELS = 50_000_000
+"""Pixels of the largest image that is read outside of training: half a gigabyte while it is decoded."""
+_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
+_LITTLE = 64 * 2**20
+_REASON = 300
+_EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    8: lambda a: np.rot90(a),
+}
+"""Transform that turns an image upright, by EXIF orientation; 1 and unknown values need none."""
 
 
 def split_part(root: str) -> tuple[str, str | None]:
@@ -144,23 +159,6 @@ def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile
     any Exception for damaged files."""
     reader = next((reader for reader in _READERS if reader.is_kind_of(data)), None)
     return reader.open(data, channels) if reader else Image.open(io.BytesIO(data), formats=[*PILLOW])
-
-
-MAX_PIXELS = 50_000_000
-"""Pixels of the largest image that is read outside of training: half a gigabyte while it is decoded."""
-_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
-_LITTLE = 64 * 2**20
-_REASON = 300
-_EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: np.rot90(a, -1),
-    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
-    8: lambda a: np.rot90(a),
-}
-"""Transform that turns an image upright, by EXIF orientation; 1 and unknown values need none."""
 
 
 def load_image(

@@ -19,6 +19,34 @@ from PIL.TiffImagePlugin import TiffImageFile
 from dino_ds.basics.formatting import range_text
 
 _HEAD = 500
+PILLOW = {
+    "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm"),
+    "JPEG2000": (".jp2",),
+    "AVIF": (".avif",),
+}
+"""Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
+ValueRange = tuple[float, float]
+"""Values that become 0 and 1; for 8-bit images always 0 and 255."""
+_BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+"""A TIFF tag, and its value in files whose lowest number is white."""
+_SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
+"""Values of these tags: a plane for each channel; integers without and with a sign."""
+_WHITE = 65535
+WITH_ALPHA = {"RGBA": 4, "LA": 2, "RGBa": 4, "La": 2}
+"""Modes whose last channel is alpha, and their numbers of channels."""
+_FEW_ALPHAS = 16
+"""An alpha channel with at most this number of distinct partial values is transparency for sure."""
+_STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
+"""Modes of in-memory images whose channels may be wanted unchanged, and their numbers of channels."""
+_BOTH_BYTES = re.compile("RGBA?;16[BLN]")
+"""Raw modes of two bytes a value: Pillow keeps one of them, and can be told which."""
 
 
 class UnreadableImage(Exception):
@@ -104,36 +132,6 @@ class Joined(ABC):
     @abstractmethod
     def another(self, index: int, number: int) -> int:
         """Index of another image from the same part as image `index`; `number`, any integer, chooses it."""
-
-
-PILLOW = {
-    "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
-    "PNG": (".png",),
-    "WEBP": (".webp",),
-    "BMP": (".bmp",),
-    "GIF": (".gif",),
-    "TIFF": (".tif", ".tiff"),
-    "PPM": (".ppm", ".pgm"),
-    "JPEG2000": (".jp2",),
-    "AVIF": (".avif",),
-}
-"""Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
-ValueRange = tuple[float, float]
-"""Values that become 0 and 1; for 8-bit images always 0 and 255."""
-_BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
-"""A TIFF tag, and its value in files whose lowest number is white."""
-_SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
-"""Values of these tags: a plane for each channel; integers without and with a sign."""
-_WHITE = 65535
-WITH_ALPHA = {"RGBA": 4, "LA": 2, "RGBa": 4, "La": 2}
-"""Modes whose last channel is alpha, and their numbers of channels."""
-_FEW_ALPHAS = 16
-"""An alpha channel with at most this number of distinct partial values is transparency for sure."""
-_STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
-"""Modes of in-memory images whose channels may be wanted unchanged, and their numbers of channels."""
-_BOTH_BYTES = re.compile("RGBA?;16[BLN]")
-"""Raw modes of two bytes a value: Pillow keeps one of them, and can be told which."""
 
 
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:

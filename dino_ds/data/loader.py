@@ -42,6 +42,11 @@ from dino_ds.data.masks import Draws, draws_in
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError
 
+_LOOK_SECONDS = 2
+"""Time after which the wait for a batch is interrupted to check for other events."""
+_POLL_SECONDS = 0.001
+"""Time that a finished batch may take to come out of its queue when `next_if_ready` polls it."""
+
 
 class DevicePrefetcher:
     """Endless iterator of Batch over a loader. Raises the loader's errors.
@@ -104,12 +109,6 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
     with named_range(AUGMENTATION):
         crops = augmented_crops(moved)
     return Batch(crops, moved.indices, batch.epoch, batch.names, batch.bad, moved.masks)
-
-
-_LOOK_SECONDS = 2
-"""Time after which the wait for a batch is interrupted to check for other events."""
-_POLL_SECONDS = 0.001
-"""Time that a finished batch may take to come out of its queue when `next_if_ready` polls it."""
 
 
 class BatchKeys(list[tuple[int, int]]):

@@ -27,6 +27,11 @@ from dino_ds.config.recipe import Recipe
 
 _PASSES, _SHUFFLE = -3, -1
 """Reserved negative image indices that seed the order of a pass and of an epoch."""
+_LOG_ASPECT = math.log(1 / 0.3)
+_MIN_AREA = 4
+"""Smallest number of patches of a block, if as many are still to be hidden."""
+_TRIES = 10
+"""Attempts at a block, after which the mask is left as it is."""
 
 
 class Draws:
@@ -106,13 +111,6 @@ def draws_in(source: object) -> Draws | None:
 
 def _nothing() -> None:
     return None
-
-
-_LOG_ASPECT = math.log(1 / 0.3)
-_MIN_AREA = 4
-"""Smallest number of patches of a block, if as many are still to be hidden."""
-_TRIES = 10
-"""Attempts at a block, after which the mask is left as it is."""
 
 
 @dataclass(frozen=True)

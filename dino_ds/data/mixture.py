@@ -48,6 +48,13 @@ TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]
 """torchvision's class, and the arguments of the datasets that are joined for training and for testing."""
 _EUROSAT_TEST = 10
 """EuroSAT has no splits: every tenth image is for testing."""
+PATCH_PIXELS = 40
+_SIDES = (48, 72)
+"""Smallest and largest side of a patch in a photograph that is 256 pixels high."""
+_PER_PHOTO = {"train": 160, "test": 52}
+_PART = {"train": (0.0, 0.6), "test": (0.7, 1.0)}
+_MOST_FIELD = 1 << 16
+"""Characters of the longest name or cluster in a file."""
 
 
 class TorchvisionImages:
@@ -135,13 +142,6 @@ def _class_names(images: Any, labels: list[int]) -> list[str]:
     if names is None:
         return [str(number) for number in range(max(labels) + 1)]
     return [name if isinstance(name, str) else name[0] for name in names]
-
-
-PATCH_PIXELS = 40
-_SIDES = (48, 72)
-"""Smallest and largest side of a patch in a photograph that is 256 pixels high."""
-_PER_PHOTO = {"train": 160, "test": 52}
-_PART = {"train": (0.0, 0.6), "test": (0.7, 1.0)}
 
 
 class PhotoPatches:
@@ -321,10 +321,6 @@ def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImage
         return open_files(place_of(part, root), cache_gib)
     except DataError as error:
         raise DataError(f"data.mixture: {part.place}: {error}") from None
-
-
-_MOST_FIELD = 1 << 16
-"""Characters of the longest name or cluster in a file."""
 
 
 def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:

@@ -32,6 +32,26 @@ _FLAT = 16
 """Limit of a resized image's length in crop sides: a longer image is cut before it is resized, to save memory."""
 _SHRINKS = (8, 4, 2)
 """Factors by which a JPEG can be decoded smaller."""
+Box = tuple[int, int, int, int]
+"""left, top, right, bottom in pixels"""
+_ASPECT = (3 / 4, 4 / 3)
+_BLUR_RADIUS = (0.1, 2.0)
+_SOLARIZE_THRESHOLD = 128
+BICUBIC = Image.Resampling.BICUBIC
+_ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
+_KINDS = {"global": (0, 1), "local": (2,)}
+"""Indices in a triple of probabilities for a group's first crop, second crop, ...; the last is for all further ones."""
+_TURNS = -2
+"""Number of the random stream of turns; crops draw from `seed` itself, masks from stream -1."""
+SLOTS = 4
+"""Jitter operations of one crop, in an order drawn for this crop."""
+FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
+COLUMNS = 4 * SLOTS + 4
+"""Numbers that describe the augmentation of a crop: see AugmentationParams."""
+LUMA = (0.2989, 0.587, 0.114)
+BLUR_REACH = 6
+"""Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
+_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 
 
 def cut_crops(
@@ -139,28 +159,6 @@ def _normalized(
     )
     pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
     return normalization(pixels)
-
-
-Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels"""
-_ASPECT = (3 / 4, 4 / 3)
-_BLUR_RADIUS = (0.1, 2.0)
-_SOLARIZE_THRESHOLD = 128
-BICUBIC = Image.Resampling.BICUBIC
-_ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-_KINDS = {"global": (0, 1), "local": (2,)}
-"""Indices in a triple of probabilities for a group's first crop, second crop, ...; the last is for all further ones."""
-_TURNS = -2
-"""Number of the random stream of turns; crops draw from `seed` itself, masks from stream -1."""
-SLOTS = 4
-"""Jitter operations of one crop, in an order drawn for this crop."""
-FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
-COLUMNS = 4 * SLOTS + 4
-"""Numbers that describe the augmentation of a crop: see AugmentationParams."""
-LUMA = (0.2989, 0.587, 0.114)
-BLUR_REACH = 6
-"""Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
-_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 
 
 @dataclass(frozen=True)

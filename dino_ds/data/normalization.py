@@ -39,6 +39,14 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 USUAL_CHANNELS = (1, 3)
 """Numbers of channels of gray and RGB images, whose mean is nearly ImageNet's."""
+_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
+"""Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
+_SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
+_ROWS = 256
+"""At least this many rows of a large image are averaged."""
+_LEAST_USED = 0.01
+"""Smallest part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
+STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
 
 
 @dataclass(frozen=True)
@@ -152,16 +160,6 @@ def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
     side = math.isqrt(mask.shape[1])
     stride = crops.shape[-1] // side
     return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)
-
-
-_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
-"""Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
-_SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
-_ROWS = 256
-"""At least this many rows of a large image are averaged."""
-_LEAST_USED = 0.01
-"""Smallest part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
-STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
 
 
 class ImageValues(NamedTuple):

@@ -33,6 +33,15 @@ from dino_ds.errors import ConfigError, DataError
 _MARK, _PER_MARK = struct.Struct("<II"), 512
 """A piece's length and checksum; of pieces that begin within so many bytes the latest one is kept."""
 _PAGE, _OPEN_FILES = 4096, 128
+_OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
+"""Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
+are listed, which takes many answers."""
+_GAP, _MOST_TOGETHER = 4096, 8 << 20
+"""Most bytes between two pieces of one request, and of such a request."""
+_ASKED = 8
+"""Files of a folder that are asked for one by one; more are listed."""
+_WINDOW, _MOST_AT_ONCE = 4 << 20, 1 << 30
+"""Bytes of a request where a file is read from end to end, and most that a library may ask for at once."""
 
 
 class FilePiece(NamedTuple):
@@ -127,17 +136,6 @@ def _opened(path: str) -> io.FileIO:
     file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
     os.utime(path)
     return file
-
-
-_OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
-"""Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
-are listed, which takes many answers."""
-_GAP, _MOST_TOGETHER = 4096, 8 << 20
-"""Most bytes between two pieces of one request, and of such a request."""
-_ASKED = 8
-"""Files of a folder that are asked for one by one; more are listed."""
-_WINDOW, _MOST_AT_ONCE = 4 << 20, 1 << 30
-"""Bytes of a request where a file is read from end to end, and most that a library may ask for at once."""
 
 
 def find_files(pattern: str) -> dict[str, list[int]]:

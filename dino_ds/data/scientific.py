@@ -32,6 +32,33 @@ from dino_ds.data.images import (
 )
 
 EXTRA = "pip install 'dino_ds[images]'"
+_BIG_ENDIAN_BIGTIFF = b"MM\0+"
+_MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
+"""First bytes of TIFF files; the last two are BigTIFF's."""
+_SUBFILE, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANES, _NODATA = 254, 259, 274, 277, 284, 42113
+_BYTES, _TILE_WIDTH, _TILE_LENGTH = 279, 322, 323
+_REDUCED_OR_MASK = 0b101
+_GRAY, _GRAY_OR_RGB, _CMYK, _YCBCR = (0, 1), (0, 1, 2), 5, 6
+_AXES, _MOST_PAGES = ("YX", "YXS", "SYX"), 10_000
+_CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
+"""Compressions whose decoders limit their output."""
+_DEPTH_OR_TIME = re.compile(r"""\b(slices|frames)=(?!1\b)\d|\bSize[ZT]="(?!1")\d|"axes": "[^"]*[ZT]""")
+"""Descriptions by ImageJ, OME and tifffile of pages that are slices of a volume or frames of a film."""
+_CHANNELS = re.compile(r"""\bchannels=(?!1\b)\d|\bSizeC="(?!1")\d|"axes": "[^"]*C""")
+"""Descriptions by the same programs of pages that are channels."""
+_COLORS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
+_GRAYS = ("MONOCHROME1", "MONOCHROME2")
+_TAGS = (
+    "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation", "PlanarConfiguration",
+    "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope", "RescaleIntercept",
+    "ModalityLUTSequence", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
+)  # fmt: skip
+_DEFLATED = b"1.2.840.10008.1.2.1.99"
+_IMPLICIT, _EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
+_TYPES = (b"UL", b"OB", b"UI", b"CS", b"DA", b"SH", b"LO")
+"""Value representations that a file's first element may have."""
+_SPARE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -125,22 +152,6 @@ def _open_npy(data: bytes, wanted: int | None) -> Raster:
 
 
 NPY = Format("NPY", (".npy",), lambda data: data.startswith(b"\x93NUMPY"), _open_npy)
-
-
-_BIG_ENDIAN_BIGTIFF = b"MM\0+"
-_MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
-"""First bytes of TIFF files; the last two are BigTIFF's."""
-_SUBFILE, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANES, _NODATA = 254, 259, 274, 277, 284, 42113
-_BYTES, _TILE_WIDTH, _TILE_LENGTH = 279, 322, 323
-_REDUCED_OR_MASK = 0b101
-_GRAY, _GRAY_OR_RGB, _CMYK, _YCBCR = (0, 1), (0, 1, 2), 5, 6
-_AXES, _MOST_PAGES = ("YX", "YXS", "SYX"), 10_000
-_CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
-"""Compressions whose decoders limit their output."""
-_DEPTH_OR_TIME = re.compile(r"""\b(slices|frames)=(?!1\b)\d|\bSize[ZT]="(?!1")\d|"axes": "[^"]*[ZT]""")
-"""Descriptions by ImageJ, OME and tifffile of pages that are slices of a volume or frames of a film."""
-_CHANNELS = re.compile(r"""\bchannels=(?!1\b)\d|\bSizeC="(?!1")\d|"axes": "[^"]*C""")
-"""Descriptions by the same programs of pages that are channels."""
 
 
 def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
@@ -286,21 +297,6 @@ def _check_tile(tile: int, values: int) -> None:
 
 
 TIFF = Format("TIFF", PILLOW["TIFF"], lambda data: data.startswith(_MARKS), _open_tiff)
-
-
-_COLORS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
-_GRAYS = ("MONOCHROME1", "MONOCHROME2")
-_TAGS = (
-    "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation", "PlanarConfiguration",
-    "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope", "RescaleIntercept",
-    "ModalityLUTSequence", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
-    "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
-)  # fmt: skip
-_DEFLATED = b"1.2.840.10008.1.2.1.99"
-_IMPLICIT, _EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
-_TYPES = (b"UL", b"OB", b"UI", b"CS", b"DA", b"SH", b"LO")
-"""Value representations that a file's first element may have."""
-_SPARE = 1 << 16
 
 
 def _open_dicom(data: bytes, wanted: int | None) -> Raster:

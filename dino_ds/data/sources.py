@@ -39,6 +39,10 @@ _READ = 64
 """Images whose content is hashed: a small batch, and enough to notice if one in twenty has changed."""
 _NO_SIZE = -1
 _THREADS, _CHUNK = 16, 1024
+_METHODS = ("__len__", "load", "name")
+_READ_TWICE = 8
+_FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
+"""Optional methods of a source that take an image's index."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +228,6 @@ def _known(ask: Callable[[int], int] | None, index: int) -> int:
         return _NO_SIZE
 
 
-_METHODS = ("__len__", "load", "name")
-
-
 def training_source(data: DataSection) -> Source:
     """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
 
@@ -322,9 +323,6 @@ def _build_own(path: str, root: str | None) -> Any:
     return source
 
 
-_READ_TWICE = 8
-
-
 def draws_of_its_own(source: Source) -> list[str]:
     """A line if a user's class gives other images when it reads the first ones again with the same seeds: its random
     numbers can't be drawn again. Images that can't be read are left to training."""
@@ -341,10 +339,6 @@ def draws_of_its_own(source: Source) -> list[str]:
         "a resume can't be exact: data.source gives other images when it reads them again: let it draw from "
         "random, numpy.random or torch, which are seeded for each image, not from a generator of its own"
     ]
-
-
-_FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
-"""Optional methods of a source that take an image's index."""
 
 
 class Part:

@@ -35,6 +35,10 @@ from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output
 from dino_ds.models.prototypes import Comparison
 
+# DeepSpeed's counters, and the attributes of its dynamic loss scaler that change.
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
 
 def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsConfig, clips: bool) -> tuple[Any, Any]:
     """Build DeepSpeed's engine and optimizer; with `clips` DeepSpeed clips by the norm of the whole gradient.
@@ -116,11 +120,6 @@ class _AskedOnce:
         if tensor is not self._asked_of:
             self._asked_of, self._answer = tensor, self._ask(tensor)
         return self._answer
-
-
-# DeepSpeed's counters, and the attributes of its dynamic loss scaler that change.
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Progress(enum.Enum):

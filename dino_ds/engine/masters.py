@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.engine.process import DTYPES, device
 
+Names = Mapping[int, str]
+"""Names of parameters, by their ids."""
+
 
 class Placement:
     """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
@@ -85,10 +88,6 @@ class _Partitioner:
         else:
             # The way DeepSpeed itself adds parameters to partitioned ones: each Init would make new process groups.
             self._partitioned.convert_to_zero_parameters(param_list=parameters)
-
-
-Names = Mapping[int, str]
-"""Names of parameters, by their ids."""
 
 
 @dataclass(frozen=True)

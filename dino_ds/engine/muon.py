@@ -34,6 +34,11 @@ _LEAST = 2**19
 """Multiplications of a product below which the call through Python costs more than oneDNN saves."""
 
 _by_onednn = True
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Coefficients of x, x^3 and x^5 in an iteration, chosen to bring singular values fast between 0.7 and 1.2."""
+_ITERATIONS = 5
+_RMS = 0.2
+"""Root mean square of AdamW's updates of a matrix."""
 
 
 def on_amd() -> bool:
@@ -86,13 +91,6 @@ def _suits(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN can multiply `a` and `b`, without strides of 0, and their product is large enough."""
     large = _by_onednn and a.dtype == b.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST
     return large and a.shape[1] == b.shape[0] and (b.is_contiguous() or b.t().is_contiguous())
-
-
-_COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Coefficients of x, x^3 and x^5 in an iteration, chosen to bring singular values fast between 0.7 and 1.2."""
-_ITERATIONS = 5
-_RMS = 0.2
-"""Root mean square of AdamW's updates of a matrix."""
 
 
 class Matrix(NamedTuple):

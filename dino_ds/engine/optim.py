@@ -24,6 +24,13 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
 
 _EPS = 1e-6  # added to the norm, as in DeepSpeed and torch
+DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
+BACKBONE = "backbone_"
+"""Prefix of DECAY and NO_DECAY for the groups of a backbone that is frozen for a while."""
+NAMES = (DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY)
+WHOLE = "network"
+PATCH_EMBED = "patch_embed"
+"""The module of a backbone whose learning rate `patch_embed_lr` multiplies."""
 
 
 def check_clip_by_part(config: DsConfig) -> None:
@@ -231,15 +238,6 @@ class Lars(torch.optim.Optimizer):
             ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()
             # Multiplied by tensors, not numbers: the ratios are on the device and must stay there.
             torch._foreach_mul_(steps, list(ratios.unbind()))
-
-
-DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
-BACKBONE = "backbone_"
-"""Prefix of DECAY and NO_DECAY for the groups of a backbone that is frozen for a while."""
-NAMES = (DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY)
-WHOLE = "network"
-PATCH_EMBED = "patch_embed"
-"""The module of a backbone whose learning rate `patch_embed_lr` multiplies."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,18 @@ from dino_ds.engine.muon import on_amd, take_onednn
 from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import ConfigError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PATIENCE_SECONDS = 25.0
+"""Time after which a rank that waits for others says so."""
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables that name network interfaces."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""mallopt's numbers of these two parameters."""
+_COMPILE_PROCESSES = 4
+"""Inductor's compile processes per rank; its default is up to 32, but a step has only some 15 small kernels."""
+_LARGEST_THRESHOLD = 32 * 2**20
+"""Bytes of the largest allocation for which glibc reuses freed memory; it accepts no larger threshold."""
+
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON."""
@@ -52,9 +64,6 @@ def _without_mlflow() -> Iterator[None]:
     finally:
         if hides:
             del sys.modules["mlflow"]
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device() -> torch.device:
@@ -115,12 +124,6 @@ def resident_mib(peak: bool = False) -> float:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
     return largest if peak else psutil.Process().memory_info().rss / 2**20
-
-
-_PATIENCE_SECONDS = 25.0
-"""Time after which a rank that waits for others says so."""
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables that name network interfaces."""
 
 
 @contextmanager
@@ -251,14 +254,6 @@ def _choose_interface(address: str) -> None:
         if not _is_loopback(address) and address in [entry.address.partition("%")[0] for entry in addresses]:
             os.environ[GLOO] = name
             return
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""mallopt's numbers of these two parameters."""
-_COMPILE_PROCESSES = 4
-"""Inductor's compile processes per rank; its default is up to 32, but a step has only some 15 small kernels."""
-_LARGEST_THRESHOLD = 32 * 2**20
-"""Bytes of the largest allocation for which glibc reuses freed memory; it accepts no larger threshold."""
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:

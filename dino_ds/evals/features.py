@@ -36,6 +36,8 @@ from dino_ds.weights.load import Backbone
 
 _LOOKED_AT = 16
 """Images of a run whose sizes are looked at."""
+_RAW_PIXELS = 32
+BATCH = 64
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
@@ -103,10 +105,6 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
             notes += [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
             range_and_notes = chosen, notes + note_stacks(sample.stacks)
     return distributed.gather_objects(range_and_notes)[0]
-
-
-_RAW_PIXELS = 32
-BATCH = 64
 
 
 class GaveUp(Exception):

@@ -31,6 +31,8 @@ OF_ONE_SET = ("statistics",)
 _LOOKED_AT = 64
 _OF_ONE_NAME = 2
 """Most training images of a test image's file name that are compared with it; as many again with its folder too."""
+Evaluation = Callable[[EvalContext], dict[str, float]]
+"""Results are percentages unless the function's docstring says otherwise."""
 
 
 def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
@@ -116,10 +118,6 @@ def _is_same(train: Any, train_index: int, test: Any, test_index: int) -> bool:
         sizes = {source.file_bytes(index) for source, index in pair if hasattr(source, "file_bytes")}
         return len(sizes) < 2 and bool(train.read(train_index) == test.read(test_index))
     return False
-
-
-Evaluation = Callable[[EvalContext], dict[str, float]]
-"""Results are percentages unless the function's docstring says otherwise."""
 
 
 def knn(context: EvalContext) -> dict[str, float]:

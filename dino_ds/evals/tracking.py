@@ -24,6 +24,9 @@ from dino_ds.errors import ConfigError
 RESULTS = "evaluations.json"
 SHARED, MOST_SHARED = "shared", 0.5
 """Key of the part of the test images that is trained on, if any; from which part on k-NN tells nothing."""
+_LEAST_EVALUATIONS = 10
+_FEW_TEST_IMAGES = 400
+"""With fewer test images, chance changes the k-NN accuracy by 5 points or more."""
 
 
 def name_images(source: str, root: str | None) -> str:
@@ -51,11 +54,6 @@ def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         name: {**kept, "results": {key: v if math.isfinite(v) else None for key, v in kept["results"].items()}}
         for name, kept in results.items()
     }
-
-
-_LEAST_EVALUATIONS = 10
-_FEW_TEST_IMAGES = 400
-"""With fewer test images, chance changes the k-NN accuracy by 5 points or more."""
 
 
 @dataclass

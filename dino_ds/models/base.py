@@ -27,6 +27,9 @@ from dino_ds.models.specs.base import BackboneSpec
 
 Placer = Callable[[nn.Module], None]
 """Called with a module once the parameters and buffers that the module owns itself have values; may move them."""
+Crops = Mapping[str, Sequence[Tensor]]
+"""Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
+CLS = "cls"
 
 
 def init_weights(part: nn.Module) -> None:
@@ -77,11 +80,6 @@ def _init_module(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
     elif callable(init_tokens := getattr(module, "init_tokens", None)):
         init_tokens()
-
-
-Crops = Mapping[str, Sequence[Tensor]]
-"""Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
-CLS = "cls"
 
 
 def patches_of(group: str) -> str:

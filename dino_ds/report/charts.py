@@ -17,6 +17,15 @@ from dino_ds.config.evaluation import EVALUATIONS
 from dino_ds.method.specs.base import OF_EVERY_RUN
 
 _PARTS = 400
+KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
+KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
+EVALUATED, SHARE = "eval/", "share/"
+"""Prefixes of keys: evaluations during training, except k-NN; shares of a mixture's sources."""
+_OF_EVALUATIONS = {number: title for entry in EVALUATIONS.values() for number, title in entry.titles.items()}
+_MOST_OTHERS = 60
+_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
+_SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
+"""Names of quantities in nats, by the end of their keys."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +139,6 @@ def _curve_of(pairs: np.ndarray) -> Curve:
     return Curve(ascending, sane[::-1][last])
 
 
-KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
-KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
-EVALUATED, SHARE = "eval/", "share/"
-"""Prefixes of keys: evaluations during training, except k-NN; shares of a mixture's sources."""
-
-
 @dataclass(frozen=True)
 class Line:
     """One curve of a chart. kind: "line" or "dots". color: 1 to 8."""
@@ -201,8 +204,6 @@ SMALL = (
     Series("save_seconds", "Duration of a save", "s", zero=True),
     Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
 )
-_OF_EVALUATIONS = {number: title for entry in EVALUATIONS.values() for number, title in entry.titles.items()}
-_MOST_OTHERS = 60
 
 
 def find_series(metrics: Metrics) -> list[Series]:
@@ -263,11 +264,6 @@ def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
         knn["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
     knn |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
     return {key: value for key, value in knn.items() if math.isfinite(value)}
-
-
-_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
-_SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
-"""Names of quantities in nats, by the end of their keys."""
 
 
 def title_of_term(name: str, titles: Mapping[str, str]) -> str:

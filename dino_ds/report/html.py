@@ -25,6 +25,10 @@ _MOST_DOTS = 80
 _ROUND = [1, 2, 2.5, 5, 10]
 _LABEL = 13
 """Height of a level's name, in points."""
+_TEMPLATES = Path(__file__).parent / "templates"
+_MAX_PIXELS = 100_000_000
+_LONG_WORD = 28
+"""Letters beyond which a word in a table, such as a path, may be broken."""
 
 
 def chart_svg(chart: Chart) -> str:
@@ -113,12 +117,6 @@ def _style(axes: Any, small: bool, is_log: bool) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_INK)
-
-
-_TEMPLATES = Path(__file__).parent / "templates"
-_MAX_PIXELS = 100_000_000
-_LONG_WORD = 28
-"""Letters beyond which a word in a table, such as a path, may be broken."""
 
 
 class Tag(NamedTuple):

@@ -25,6 +25,9 @@ from dino_ds.weights.load import Backbone
 from dino_ds.weights.read import is_timm_name
 from dino_ds.weights.sidecar import write_with_sidecar
 
+_SMALL = 96
+"""Native size in pixels up to which images are taken to be of that size, which evaluations leave uncut."""
+
 
 def export_safetensors(model: Backbone, out: Path) -> str:
     """Write one file under timm's names, and next to it a JSON that says how it was made, like RUN/teacher.json."""
@@ -94,8 +97,6 @@ def export_onnx(model: Backbone, out: Path) -> str:
     return f"onnxruntime.InferenceSession({str(out)!r}).run(None, {{'images': images}})[0]"
 
 
-_SMALL = 96
-"""Native size in pixels up to which images are taken to be of that size, which evaluations leave uncut."""
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),

@@ -32,6 +32,68 @@ _OURS_ROTARY = re.compile(
     r"blocks\.\d+\.((norm1|norm2|attn\.proj|mlp\.(fc1|fc1_g|fc1_x|fc2))\.(weight|bias)|"
     r"attn\.(qkv\.weight|q_bias|v_bias)|gamma_[12])"
 )
+_PATCHES = "patch_embed.proj.weight"
+_DROPPED = re.compile(r"(mask_token|masked_embed|decoder_(pos_embed|(embed|blocks|norm|pred)\..*)|(head|fc)\..*)")
+"""Tensors next to a backbone that are of no use for features: mask tokens, classifiers, the decoder of an MAE."""
+_HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
+"""Our names of dino's and dinov2's projection heads."""
+HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
+"""A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
+_PROTOTYPES = {
+    "prototypes.weight": "prototypes.lengths",
+    "last_layer.weight_v": "last_layer.weight_g",
+    "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
+}
+"""Names of a head's prototypes, of which only the directions count -> names of their lengths."""
+_PLAIN = "last_layer.weight"
+"""Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
+BASE = 100.0
+"""Base of the periods of all released networks, of which files have only the periods."""
+EPS = 1e-5
+"""Epsilon of the norms of all released networks."""
+LOCAL_NORM = "local_cls_norm."
+_PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
+_ROUNDED = 1e-2
+"""Largest relative error of a period: rounding to bfloat16 is off by up to 1/256, rounding twice by twice that."""
+_NAMES = {
+    "storage_tokens": "reg_token",
+    ".ls1.gamma": ".gamma_1",
+    ".ls2.gamma": ".gamma_2",
+    ".mlp.w1.": ".mlp.fc1_g.",
+    ".mlp.w2.": ".mlp.fc1_x.",
+    ".mlp.w3.": ".mlp.fc2.",
+}
+_HF_OUTSIDE = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.register_tokens": "reg_token",
+    "embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "embeddings.patch_embeddings": "patch_embed.proj",
+    "layernorm": "norm",
+}
+_HF_INSIDE = {
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "attention.output.dense": "attn.proj",
+    "attention.o_proj": "attn.proj",
+    "attention.q_proj.bias": "attn.q_bias",
+    "attention.v_proj.bias": "attn.v_bias",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "mlp.weights_in": "mlp.fc1",
+    "mlp.weights_out": "mlp.fc2",
+    "mlp.gate_proj": "mlp.fc1_g",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+    "layer_scale1.lambda1": "ls1.gamma",
+    "layer_scale2.lambda1": "ls2.gamma",
+}
+"""Names in transformers' ViT, Dinov2, Dinov2WithRegisters and DINOv3ViT -> ours, outside and inside of blocks."""
+_HF_ROTARY = {"layer_scale1.lambda1": "gamma_1", "layer_scale2.lambda1": "gamma_2"}
+_HF_GATED = {"mlp.up_proj": "mlp.fc1_x"}
+_HF_BLOCK = re.compile(r"(?:model\.)*(?:encoder\.)?layer\.(\d+)\.(.+)")
+_HF_QUERIES = re.compile(r"attention\.(?:attention\.)?(query|key|value|q_proj|k_proj|v_proj)\.(weight|bias)")
+_HF_PREFIX = re.compile(r"^(vit|dinov2|dinov2_with_registers|dinov3_vit|dinov3|backbone)\.")
 
 
 @dataclass(frozen=True)
@@ -102,23 +164,6 @@ def unused(names: list[str]) -> list[str]:
 def few(names: list[str]) -> str:
     """The first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-_PATCHES = "patch_embed.proj.weight"
-_DROPPED = re.compile(r"(mask_token|masked_embed|decoder_(pos_embed|(embed|blocks|norm|pred)\..*)|(head|fc)\..*)")
-"""Tensors next to a backbone that are of no use for features: mask tokens, classifiers, the decoder of an MAE."""
-_HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
-"""Our names of dino's and dinov2's projection heads."""
-HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
-"""A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
-_PROTOTYPES = {
-    "prototypes.weight": "prototypes.lengths",
-    "last_layer.weight_v": "last_layer.weight_g",
-    "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
-}
-"""Names of a head's prototypes, of which only the directions count -> names of their lengths."""
-_PLAIN = "last_layer.weight"
-"""Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
 
 
 def split_network(tensors: dict[str, Tensor]) -> Weights:
@@ -201,24 +246,6 @@ def _lengths(lengths: Tensor | None) -> dict[str, Tensor]:
     return {} if lengths is None or torch.all(lengths == 1) else {"prototypes.lengths": lengths}
 
 
-BASE = 100.0
-"""Base of the periods of all released networks, of which files have only the periods."""
-EPS = 1e-5
-"""Epsilon of the norms of all released networks."""
-LOCAL_NORM = "local_cls_norm."
-_PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
-_ROUNDED = 1e-2
-"""Largest relative error of a period: rounding to bfloat16 is off by up to 1/256, rounding twice by twice that."""
-_NAMES = {
-    "storage_tokens": "reg_token",
-    ".ls1.gamma": ".gamma_1",
-    ".ls2.gamma": ".gamma_2",
-    ".mlp.w1.": ".mlp.fc1_g.",
-    ".mlp.w2.": ".mlp.fc1_x.",
-    ".mlp.w3.": ".mlp.fc2.",
-}
-
-
 def is_dinov3(names: Mapping[str, Tensor]) -> bool:
     """Whether a backbone has facebookresearch/dinov3's names."""
     return "storage_tokens" in names or _PERIODS in names
@@ -290,39 +317,6 @@ def split_local_norm(backbone: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     """A backbone without the norm of local crops' CLS tokens, which is of use in training only; and that norm."""
     local = {name: tensor for name, tensor in backbone.items() if name.startswith(LOCAL_NORM)}
     return {name: tensor for name, tensor in backbone.items() if name not in local}, local
-
-
-_HF_OUTSIDE = {
-    "embeddings.cls_token": "cls_token",
-    "embeddings.position_embeddings": "pos_embed",
-    "embeddings.register_tokens": "reg_token",
-    "embeddings.patch_embeddings.projection": "patch_embed.proj",
-    "embeddings.patch_embeddings": "patch_embed.proj",
-    "layernorm": "norm",
-}
-_HF_INSIDE = {
-    "layernorm_before": "norm1",
-    "layernorm_after": "norm2",
-    "attention.output.dense": "attn.proj",
-    "attention.o_proj": "attn.proj",
-    "attention.q_proj.bias": "attn.q_bias",
-    "attention.v_proj.bias": "attn.v_bias",
-    "intermediate.dense": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-    "mlp.weights_in": "mlp.fc1",
-    "mlp.weights_out": "mlp.fc2",
-    "mlp.gate_proj": "mlp.fc1_g",
-    "mlp.up_proj": "mlp.fc1",
-    "mlp.down_proj": "mlp.fc2",
-    "layer_scale1.lambda1": "ls1.gamma",
-    "layer_scale2.lambda1": "ls2.gamma",
-}
-"""Names in transformers' ViT, Dinov2, Dinov2WithRegisters and DINOv3ViT -> ours, outside and inside of blocks."""
-_HF_ROTARY = {"layer_scale1.lambda1": "gamma_1", "layer_scale2.lambda1": "gamma_2"}
-_HF_GATED = {"mlp.up_proj": "mlp.fc1_x"}
-_HF_BLOCK = re.compile(r"(?:model\.)*(?:encoder\.)?layer\.(\d+)\.(.+)")
-_HF_QUERIES = re.compile(r"attention\.(?:attention\.)?(query|key|value|q_proj|k_proj|v_proj)\.(weight|bias)")
-_HF_PREFIX = re.compile(r"^(vit|dinov2|dinov2_with_registers|dinov3_vit|dinov3|backbone)\.")
 
 
 def is_huggingface(tensors: Mapping[str, Tensor]) -> bool:

@@ -30,6 +30,10 @@ _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 """Files of weights in a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and the facts in the JSON next to it."""
+_STAND_INS = (
+    "argparse.Namespace",
+    *(f"{m}.{c}Path" for m in ("pathlib", "pathlib._local") for c in ("Posix", "Windows")),
+)
 
 
 def read_weights(path: Path, asked: ForeignSpec | None = None) -> layouts.Weights:
@@ -173,12 +177,6 @@ class _Settings:
 
     def __init__(self, *values: object) -> None:
         pass
-
-
-_STAND_INS = (
-    "argparse.Namespace",
-    *(f"{m}.{c}Path" for m in ("pathlib", "pathlib._local") for c in ("Posix", "Windows")),
-)
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:

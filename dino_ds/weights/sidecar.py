@@ -42,6 +42,13 @@ _MOST = 1e3
 """Largest mean and deviation, where black is 0 and white 1; the least deviation is its inverse square."""
 PROCESSOR = "preprocessor_config.json"
 """The file of a Hugging Face folder that says how images are prepared."""
+_FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
+"""Keys of a sidecar: length and CRC32 of its file of weights; checksum of the other keys; description of the file that
+is being replaced."""
+Facts = dict[str, Any]
+_SETTLED_SECONDS = 2.0
+"""File systems have coarse clocks: a second change soon after the first may leave a file's times as they are."""
+_known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
 def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
@@ -142,12 +149,6 @@ def timm_statistics(config: Any) -> dict[str, Any]:
     if not (isinstance(mean, list) and isinstance(std, list) and isinstance(size, list) and size):
         return {}
     return {"mean": mean, "std": std} if len(mean) == len(std) == size[0] else {}
-
-
-_FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
-"""Keys of a sidecar: length and CRC32 of its file of weights; checksum of the other keys; description of the file that
-is being replaced."""
-Facts = dict[str, Any]
 
 
 def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None], facts: Facts) -> None:
@@ -305,11 +306,6 @@ def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
         "timm_name": name,
         "timm_arguments": arguments,
     }
-
-
-_SETTLED_SECONDS = 2.0
-"""File systems have coarse clocks: a second change soon after the first may leave a file's times as they are."""
-_known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
 def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:

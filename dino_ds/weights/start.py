@@ -31,6 +31,8 @@ from dino_ds.weights.read import find_weights
 from dino_ds.weights.sidecar import notes_on_mean, notes_on_range, range_of
 
 FLAGS = ("patch_size", "width", "depth", "heads", "in_chans", "registers")
+_MASK_TOKEN = "backbone.mask_token"
+_PATCHES = "patch_embed.proj.weight"
 
 
 def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = None) -> Recipe:
@@ -155,10 +157,6 @@ def _traits(arch: ViTSpec) -> dict[str, object]:
 
 def not_built(arch: ViTSpec) -> str:
     return f"dino_ds builds no network with {', '.join(f'{name} {value}' for name, value in _traits(arch).items())}"
-
-
-_MASK_TOKEN = "backbone.mask_token"
-_PATCHES = "patch_embed.proj.weight"
 
 
 def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:

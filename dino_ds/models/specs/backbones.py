@@ -11,6 +11,22 @@ from typing import Any, ClassVar
 from dino_ds.models.specs.base import BackboneSpec
 
 ALL, NORMS, LORA = "all", "norms_and_biases", "lora"
+_OBEYS = frozenset(
+    (
+        *("patch_size", "width", "depth", "heads", "registers", "layer_scale", "in_chans", "mask_token"),
+        *("drop_path", "drop_path_growth", "stochastic_depth"),
+        *("attention", "packed", "cls_only_last_block"),
+    )
+)
+_LEARNED = _OBEYS | {"pos_embed_interpolation"}
+_ROTARY = _OBEYS | {"local_cls_norm", "rope_rescale"}
+FROM_SOURCE = "from_source"
+"""Value of model.backbone: the architecture of the weights of model.init_from, which the command line looks up."""
+_DINOV2 = {
+    "small": (384, 12, 6),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -50,17 +66,6 @@ def parse_trained(text: str) -> str:
     elif words.replace(" ", "_") in (ALL, NORMS, LORA):
         return words.replace(" ", "_")
     raise ValueError(f"{str(text)[:40]!r} is not {ALL}, 'last N blocks' (such as 'last 2 blocks'), {NORMS} or {LORA}")
-
-
-_OBEYS = frozenset(
-    (
-        *("patch_size", "width", "depth", "heads", "registers", "layer_scale", "in_chans", "mask_token"),
-        *("drop_path", "drop_path_growth", "stochastic_depth"),
-        *("attention", "packed", "cls_only_last_block"),
-    )
-)
-_LEARNED = _OBEYS | {"pos_embed_interpolation"}
-_ROTARY = _OBEYS | {"local_cls_norm", "rope_rescale"}
 
 
 @dataclass(frozen=True)
@@ -190,9 +195,6 @@ class ViTSpec(BackboneSpec):
         }
 
 
-FROM_SOURCE = "from_source"
-"""Value of model.backbone: the architecture of the weights of model.init_from, which the command line looks up."""
-
 _S16 = ViTSpec(16, 384, 12, 6)
 # timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked
 _GIANT = ViTSpec(14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5)
@@ -204,11 +206,6 @@ _DINOV3_SIZES = {
     "base": replace(_DINOV3, width=768, heads=12),
     "large": replace(_DINOV3, width=1024, depth=24, heads=16),
     "huge_plus": replace(_DINOV3, width=1280, depth=32, heads=20, mlp_ratio=8.0, swiglu=True),
-}
-_DINOV2 = {
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
 }
 
 VITS: dict[str, ViTSpec] = {

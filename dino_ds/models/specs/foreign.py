@@ -25,6 +25,17 @@ from dino_ds.models.specs.base import BackboneSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_PROBES = (224, 256, 64)
+"""Sides in pixels of trial images, tried in this order until a network takes one."""
+_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+"""Arguments with which timm's models take sizes other than their native one."""
+SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
+_NOT_ARGUMENTS = (
+    *("in_chans", "num_classes", "features_only"),
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+)
+"""Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
+
 
 def has_batch_norm(network: nn.Module) -> bool:
     """Whether the network has BatchNorm of any project (a subclass of torch's)."""
@@ -103,18 +114,6 @@ def _why_unusable(network: nn.Module) -> str:
         if parameter.dtype != torch.float32:
             return f"its parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, wanted is float32"
     return "" if any(True for _ in network.parameters()) else "it has no parameters"
-
-
-_PROBES = (224, 256, 64)
-"""Sides in pixels of trial images, tried in this order until a network takes one."""
-_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
-"""Arguments with which timm's models take sizes other than their native one."""
-SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
-_NOT_ARGUMENTS = (
-    *("in_chans", "num_classes", "features_only"),
-    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
-)
-"""Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
 
 
 @dataclass(frozen=True)
