@@ -1,239 +1,32 @@
-"""Reads text files safely: what is at the path may be a device, a pipe, a disk image or gigabytes instead.
-
-The format number in each kind of file that dino_ds writes and reads again, and the one check of it.
-
-Writes files atomically: after a crash or a power failure a file is the old one or the new one.
-
-Seeds and keys by splitmix64 (Steele, Lea, Flood 2014): neighboring numbers give unrelated ones. A digest of the
-package's code.
-"""
+"""Reads files safely, whatever is at their path, and writes them whole or not at all; the folder for caches."""
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
 import json
 import os
-import random
 import re
 import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from dino_ds.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 FORMAT = 1
 """The number under the key "format": a change of a file's content that this code could not read raises it."""
 _PACKAGE = Path(__file__).resolve().parents[1]
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
-_SIGNED_GOLDEN, _SIGNED_MIX1, _SIGNED_MIX2 = (number - (1 << 64) for number in (_GOLDEN, _MIX1, _MIX2))
 MAX_BYTES = 1 << 18
 MAX_JSON_BYTES = 64 << 20
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
 """Most bytes of a file that a run may append to for years, and of one line of it."""
 _MOST_TEXT, _MOST_NAME = 4096, 255
 """Most bytes of a path on Linux, and of a name in it."""
-
-
-def check_format(number: object, file: object, remedy: str) -> None:
-    """Raises CheckpointError, with what to do, unless `number`, which `file` states as its "format", is FORMAT."""
-    if str(number) != str(FORMAT):
-        says = "has no format number" if number is None else f"is of format {str(number)[:20]}"
-        raise CheckpointError(f"{file} {says}, and this dino_ds reads format {FORMAT} alone: {remedy}")
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write `content` to a temporary file, sync it to the disk, and rename it to `path`. Raises OSError."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-@contextlib.contextmanager
-def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
-    """Yield a temporary path for a file that then replaces `path`, or is removed after an error. Raises OSError.
-
-    Without `on_disk` the file is not synced: safe if the process dies, not if the machine does.
-    """
-    temporary = path.with_name(f".{path.name[-200:]}.{secrets.token_hex(4)}.tmp")  # NAME.tmp may be the user's
-    try:
-        yield temporary
-        if on_disk:
-            sync(temporary)
-            put_in_place(temporary, path)
-        else:
-            os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def left_over(path: Path) -> list[Path]:
-    """The temporary files of `replacing` beside `path`, which a killed process has left."""
-    return [*path.parent.glob(f".{glob.escape(path.name[-200:])}.????????.tmp")]
-
-
-def discard_left_over(path: Path) -> None:
-    """Remove the temporary files beside `path` that a killed process has left."""
-    for file in left_over(path):
-        discard(file)
-
-
-@contextlib.contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write files into, which is then renamed to `path`; `path` must not exist."""
-    temporary = path.with_name(f".{path.name[-200:]}.tmp")  # hidden: NAME.tmp may be the user's
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        put_in_place(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def check_absent(path: Path, how: str = "name another with --out") -> None:
-    """Raises ConfigError if there is anything at `path`, where an output is to be written."""
-    if os.path.lexists(path):
-        raise ConfigError(f"{path} is there already: remove it, or {how}")
-
-
-def free_stem(named: str | None, default: Path, endings: Sequence[str]) -> str:
-    """`named`, or else `default`, for files of these endings of which none exists; `default` gets a number from 2 where
-    it is taken. Raises ConfigError for a file that exists of `named`."""
-    stem, number = os.path.expanduser(named or default), 1
-    while named is None and any(os.path.lexists(f"{stem}{ending}") for ending in endings):
-        number += 1
-        stem = f"{default}-{number}"
-    for ending in endings:
-        check_absent(Path(f"{stem}{ending}"))
-    return stem
-
-
-def append_whole(descriptor: int, content: bytes) -> None:
-    """Append all of `content` to a file that is open for appending, or nothing of it. Raises OSError."""
-    size, written = os.fstat(descriptor).st_size, 0
-    try:
-        while written < len(content):  # a disk that fills up takes only a part
-            written += os.write(descriptor, content[written:])
-    except OSError:
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_size == size + written:  # nobody else has appended since
-                os.ftruncate(descriptor, size)
-        raise
-
-
-def discard(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content. Raises nothing."""
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def is_gone(path: Path) -> bool:
-    """Whether the path does not exist; False if the disk fails to answer."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def why_not_writable(path: Path) -> str:
-    """Why a new file or folder can't be made at `path`; "" if it can."""
-    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
-    return "" if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not a writable folder"
-
-
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a file or folder that is synced already, and sync the new name too."""
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file's content, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def cache_folder() -> Path:
-    """The folder for files that can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. For a
-    user without a home, as in a container: dino_ds-UID in the temporary folder, or a new one if that is another's."""
-    if named := os.environ.get("DINO_DS_CACHE"):
-        return Path(os.path.expanduser(named))
-    if cache := os.environ.get("XDG_CACHE_HOME"):
-        return Path(cache) / "dino_ds"
-    with contextlib.suppress(RuntimeError):
-        return Path.home() / ".cache/dino_ds"
-    folder = Path(tempfile.gettempdir(), f"dino_ds-{os.getuid()}")
-    return folder if not folder.exists() or folder.lstat().st_uid == os.getuid() else Path(tempfile.mkdtemp())
-
-
-def crop_seed(seed: int, epoch: int, index: int) -> int:
-    """A 64-bit hash of (seed, epoch, index): crops depend on nothing else, neither on the worker nor on the rank."""
-    value = 0
-    for part in (seed, epoch, index):
-        value = ((value ^ (part & _MASK)) + _GOLDEN) & _MASK
-        value = ((value ^ (value >> 30)) * _MIX1) & _MASK
-        value = ((value ^ (value >> 27)) * _MIX2) & _MASK
-        value ^= value >> 31
-    return value
-
-
-def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the global generators of Python, NumPy, torch on the CPU, and torch on `device`, with 64 bits."""
-    import numpy as np
-    import torch
-
-    random.seed(int(seed))
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack where no GPU is used yet
-    if device is not None and device.type == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-
-
-def mix(x: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers as a step of `crop_seed` does, element-wise."""
-    x = x + _SIGNED_GOLDEN
-    x = (x ^ shift_right(x, 30)) * _SIGNED_MIX1
-    x = (x ^ shift_right(x, 27)) * _SIGNED_MIX2
-    return x ^ shift_right(x, 31)
-
-
-def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64: torch's own keeps the sign, and it has none for unsigned numbers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def hash_code() -> str:
-    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*")):
-        if path.suffix in (".py", ".yaml", ".json"):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
 
 
 def read_text(path: str, kind: str) -> str:
@@ -320,3 +113,156 @@ def unusable_text(text: str) -> str:
     if len(raw) > _MOST_TEXT or longest > _MOST_NAME:
         return f"{start} is too long: {len(raw)} bytes; a path has at most {_MOST_TEXT}, a name in it {_MOST_NAME}"
     return ""
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write `content` to a temporary file, sync it to the disk, and rename it to `path`. Raises OSError."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
+    """Yield a temporary path for a file that then replaces `path`, or is removed after an error. Raises OSError.
+
+    Without `on_disk` the file is not synced: safe if the process dies, not if the machine does.
+    """
+    temporary = path.with_name(f".{path.name[-200:]}.{secrets.token_hex(4)}.tmp")  # NAME.tmp may be the user's
+    try:
+        yield temporary
+        if on_disk:
+            sync(temporary)
+            put_in_place(temporary, path)
+        else:
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write files into, which is then renamed to `path`; `path` must not exist."""
+    temporary = path.with_name(f".{path.name[-200:]}.tmp")  # hidden: NAME.tmp may be the user's
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            sync(file)
+        put_in_place(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a file or folder that is synced already, and sync the new name too."""
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append_whole(descriptor: int, content: bytes) -> None:
+    """Append all of `content` to a file that is open for appending, or nothing of it. Raises OSError."""
+    size, written = os.fstat(descriptor).st_size, 0
+    try:
+        while written < len(content):  # a disk that fills up takes only a part
+            written += os.write(descriptor, content[written:])
+    except OSError:
+        with suppress(OSError):
+            if os.fstat(descriptor).st_size == size + written:  # nobody else has appended since
+                os.ftruncate(descriptor, size)
+        raise
+
+
+def left_over(path: Path) -> list[Path]:
+    """The temporary files of `replacing` beside `path`, which a killed process has left."""
+    return [*path.parent.glob(f".{glob.escape(path.name[-200:])}.????????.tmp")]
+
+
+def discard_left_over(path: Path) -> None:
+    """Remove the temporary files beside `path` that a killed process has left."""
+    for file in left_over(path):
+        discard(file)
+
+
+def discard(path: Path) -> None:
+    """Remove a file, a link, or a folder with its content. Raises nothing."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_gone(path: Path) -> bool:
+    """Whether the path does not exist; False if the disk fails to answer."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def check_absent(path: Path, how: str = "name another with --out") -> None:
+    """Raises ConfigError if there is anything at `path`, where an output is to be written."""
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} is there already: remove it, or {how}")
+
+
+def free_stem(named: str | None, default: Path, endings: Sequence[str]) -> str:
+    """`named`, or else `default`, for files of these endings of which none exists; `default` gets a number from 2 where
+    it is taken. Raises ConfigError for a file that exists of `named`."""
+    stem, number = os.path.expanduser(named or default), 1
+    while named is None and any(os.path.lexists(f"{stem}{ending}") for ending in endings):
+        number += 1
+        stem = f"{default}-{number}"
+    for ending in endings:
+        check_absent(Path(f"{stem}{ending}"))
+    return stem
+
+
+def why_not_writable(path: Path) -> str:
+    """Why a new file or folder can't be made at `path`; "" if it can."""
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    return "" if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not a writable folder"
+
+
+def cache_folder() -> Path:
+    """The folder for files that can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. For a
+    user without a home, as in a container: dino_ds-UID in the temporary folder, or a new one if that is another's."""
+    if named := os.environ.get("DINO_DS_CACHE"):
+        return Path(os.path.expanduser(named))
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "dino_ds"
+    with suppress(RuntimeError):
+        return Path.home() / ".cache/dino_ds"
+    folder = Path(tempfile.gettempdir(), f"dino_ds-{os.getuid()}")
+    return folder if not folder.exists() or folder.lstat().st_uid == os.getuid() else Path(tempfile.mkdtemp())
+
+
+def hash_code() -> str:
+    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".yaml", ".json"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def check_format(number: object, file: object, remedy: str) -> None:
+    """Raises CheckpointError, with what to do, unless `number`, which `file` states as its "format", is FORMAT."""
+    if str(number) != str(FORMAT):
+        says = "has no format number" if number is None else f"is of format {str(number)[:20]}"
+        raise CheckpointError(f"{file} {says}, and this dino_ds reads format {FORMAT} alone: {remedy}")

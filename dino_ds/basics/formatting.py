@@ -1,55 +1,14 @@
-"""Formats numbers and durations for readers.
-
-Numbers for readers: a few digits, and no exponent for large ones.
-
-Markdown tables of measurements, and findings of `doctor`.
-"""
+"""Numbers, durations and tables as text for readers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
 
 
 def short(value: float, digits: int = 3) -> str:
     """`value` with `digits` significant digits; a larger number whole, its thousands with commas."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def range_text(values: Sequence[float]) -> str:
-    """Several numbers as one gives them on the command line, with commas between them."""
-    return ",".join(f"{value:.10g}" for value in values)
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with padded columns, all but the first aligned to the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = []
-    for row in (header, *rows):
-        cells = [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(f"| {' | '.join(cells)} |")
-    rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
-    lines.insert(1, f"| {' | '.join(rules)} |")
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A line of `doctor`. level: FINE, WARNING (training works, but ...) or FAILURE (training stops); remedy: what to
-    do about it."""
-
-    topic: str
-    level: str
-    text: str
-    remedy: str = ""
-
-
-def make_finding(topic: str, text: str, remedy: str = "", bad: bool = True, level: str = WARNING) -> Finding:
-    """Make a finding: of `level` and with the remedy if it is `bad` and has a remedy, else of level FINE."""
-    return Finding(topic, level, text, remedy) if bad and remedy else Finding(topic, FINE, text)
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -84,3 +43,20 @@ def gib(value: float | None) -> str:
 
 def nats(value: float | None) -> str:
     return f"{value:.3f}" if value is not None and math.isfinite(value) else number(value)
+
+
+def range_text(values: Sequence[float]) -> str:
+    """Several numbers as one gives them on the command line, with commas between them."""
+    return ",".join(f"{value:.10g}" for value in values)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table with padded columns, all but the first aligned to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
+    rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
+    lines.insert(1, f"| {' | '.join(rules)} |")
+    return "\n".join(lines)

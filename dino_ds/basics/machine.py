@@ -1,7 +1,4 @@
-"""Finds free TCP ports of this machine, and keeps the paths of sockets between processes short.
-
-Memory of the machine or container of this process, and how much of it the process and its descendants use.
-"""
+"""This machine: its memory and how much of it this process uses, its free ports, and where sockets lie."""
 
 from __future__ import annotations
 
@@ -78,22 +75,13 @@ def own_processes() -> list[psutil.Process]:
     return processes
 
 
-def port_is_free(port: int) -> bool:
-    """Whether a process of this machine may listen on the port, on all its addresses."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
 def find_free_port() -> int:
-    """A free port, below the range that the system uses for outgoing connections."""
+    """A port on which a process may listen, below the range that the system uses for outgoing connections."""
     while True:
         port = _random.randrange(20000, 32000)
-        if port_is_free(port):
+        with socket.socket() as listener, suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
             return port
 
 

@@ -1,6 +1,5 @@
-"""Names the parts of a training step for profilers, Nsight and the benches; almost free when none of them listens.
-
-A rehearsal of the training step: real code on tensors without memory, on one rank, as if on another device.
+"""What the code of a training step tells and asks its process: the part that it is in, whether this is a rehearsal on
+tensors without memory, and which fast paths are taken.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-_devices: list[str] = []
-_making_once: list[None] = []
 PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
 """Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp;
 student: also the cross-entropies over prototypes, which its heads compute; loss: the other terms, and the sum; center:
@@ -24,41 +21,10 @@ Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []
 _observers: list[Callable[[str], None]] = []
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def rehearsing() -> bool:
-    """Whether this process rehearses a step: it is then the only rank, and reads no weights."""
-    return bool(_devices)
-
-
-def device_kind(of: str) -> str:
-    """The device type whose tile sizes apply to tensors on `of`: the rehearsed one, else `of`."""
-    return _devices[-1] if _devices else of
-
-
-@contextmanager
-def rehearsal(device: str) -> Iterator[None]:
-    """A context whose code is a rehearsal for this type of device, "cpu" or "cuda"."""
-    _devices.append(device)
-    try:
-        yield
-    finally:
-        _devices.pop()
-
-
-@contextmanager
-def making_once() -> Iterator[None]:
-    """A context for work that only the first step does, as later steps reuse its results."""
-    _making_once.append(None)
-    try:
-        yield
-    finally:
-        _making_once.pop()
-
-
-def is_made_once() -> bool:
-    """Whether the code runs inside `making_once`: the cost of a step does not include it."""
-    return bool(_making_once)
+_devices: list[str] = []
+_making_once: list[None] = []
+TAKEN = set[str]()
+"""The fast paths that this process takes on a GPU: none until `dino_ds.method.fast_paths` has decided."""
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
@@ -100,3 +66,38 @@ def entered(listeners: list[Callable[..., AbstractContextManager[Any]]], *values
         for listener in listeners:
             stack.enter_context(listener(*values))
         yield
+
+
+def rehearsing() -> bool:
+    """Whether this process rehearses a step: it is then the only rank, and reads no weights."""
+    return bool(_devices)
+
+
+def device_kind(of: str) -> str:
+    """The device type whose tile sizes apply to tensors on `of`: the rehearsed one, else `of`."""
+    return _devices[-1] if _devices else of
+
+
+@contextmanager
+def rehearsal(device: str) -> Iterator[None]:
+    """A context whose code is a rehearsal for this type of device, "cpu" or "cuda"."""
+    _devices.append(device)
+    try:
+        yield
+    finally:
+        _devices.pop()
+
+
+@contextmanager
+def making_once() -> Iterator[None]:
+    """A context for work that only the first step does, as later steps reuse its results."""
+    _making_once.append(None)
+    try:
+        yield
+    finally:
+        _making_once.pop()
+
+
+def is_made_once() -> bool:
+    """Whether the code runs inside `making_once`: the cost of a step does not include it."""
+    return bool(_making_once)

@@ -21,7 +21,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.files import check_absent, crop_seed, free_stem, replacing
+from dino_ds.basics.files import check_absent, free_stem, replacing
+from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.data import normalization

@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dino_ds.basics.files import crop_seed, seed_generators
 from dino_ds.basics.machine import shorten_socket_names
 from dino_ds.basics.own_code import is_own
+from dino_ds.basics.seeds import crop_seed, seed_generators
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
 from dino_ds.config.recipe import Recipe

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dino_ds.basics.files import crop_seed
 from dino_ds.basics.ranges import AUGMENTATION, COPY, loading_range, named_range
+from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import all_crops
 from dino_ds.data.batches import (
     LoaderBatch,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_ds.basics.files import crop_seed, mix
+from dino_ds.basics.seeds import crop_seed, mix
 from dino_ds.config.crops import CropGroup, Masks
 from dino_ds.config.recipe import Recipe
 

@@ -19,8 +19,8 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
-from dino_ds.basics.files import crop_seed
 from dino_ds.basics.ranges import CROP, DECODE, loading_range
+from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import AUGMENTATIONS, Augmentation, CropGroup, crop_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import DecodedImage, EncodedImage

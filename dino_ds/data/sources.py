@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dino_ds.basics.files import FORMAT, seed_generators
+from dino_ds.basics.files import FORMAT
 from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.own_code import find_own, is_own
+from dino_ds.basics.seeds import seed_generators
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection

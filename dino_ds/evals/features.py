@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.files import seed_generators
 from dino_ds.basics.own_code import is_own
+from dino_ds.basics.seeds import seed_generators
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.recipe import Recipe

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dino_ds.basics.files import crop_seed, seed_generators
+from dino_ds.basics.seeds import crop_seed, seed_generators
 from dino_ds.config.crops import EMA, CropGroup, crop_sizes
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds.basics.fast_paths import TAKEN
 from dino_ds.basics.files import cache_folder, hash_code
+from dino_ds.basics.ranges import TAKEN
 from dino_ds.config.crops import student_masks
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe

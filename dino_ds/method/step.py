@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds.basics.files import crop_seed, seed_generators
 from dino_ds.basics.ranges import named_range
+from dino_ds.basics.seeds import crop_seed, seed_generators
 from dino_ds.config.crops import CropGroup, Masks, student_masks
 from dino_ds.engine.distributed import RankFlags, rank, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.basics.files import crop_seed, mix, shift_right
+from dino_ds.basics.seeds import crop_seed, mix, shift_right
 from dino_ds.models.fused import fused, fuses, fuses_in_block
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dino_ds.basics.files import mix, shift_right
+from dino_ds.basics.seeds import mix, shift_right
 from dino_ds.models.fused import fused
 from dino_ds.models.packing import MadeOnce
 from dino_ds.models.specs.backbones import ViTSpec

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_ds.basics.files import crop_seed
+from dino_ds.basics.seeds import crop_seed
 from dino_ds.errors import ConfigError
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import Backbone, Placer

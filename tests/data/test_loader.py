@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.basics.files import crop_seed
+from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.basics.files import crop_seed
+from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
