@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.basics.formatting import markdown_table, short
-from dino_ds.data.mixture import PhotoPatches
+from dino_ds.data.datasets import PhotoPatches
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine.distributed import usable_cores

@@ -26,8 +26,8 @@ from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.datasets import TORCHVISION_SETS
 from dino_ds.data.images import Source, evenly_spaced_indices
-from dino_ds.data.mixture import TORCHVISION_SETS
 from dino_ds.data.normalization import Normalization
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, UserError

@@ -32,7 +32,7 @@ from dino_ds.data.feed import Position
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, prepare_images
 from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
-from dino_ds.data.masks import draws_in
+from dino_ds.data.mixture import draws_in
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError

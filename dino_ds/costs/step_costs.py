@@ -1,8 +1,5 @@
-"""The costs of a recipe's micro-batch by rehearsals: of its exact size, or of two sizes with a line through them.
-
-Costs that are in the cache need no torch.
-
-Keeps results of rehearsals in the user's cache folder, by what was rehearsed and by the code that did it.
+"""The costs of a recipe's micro-batch, FLOPs and memory, by rehearsals of its exact size or of two sizes with a line
+through them; results stay in the user's cache folder, and those need no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +34,8 @@ _MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
 """Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
 _T = TypeVar("_T")
-_found: dict[str, Any] = {}
+_known: dict[str, Any] = {}
+"""The values in the cache that this process has read or made, by the names of their files."""
 _ELSEWHERE: dict[str, Any] = {
     **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
     **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
@@ -56,73 +54,51 @@ _NUMBERS = "saved", "held", "crops"
 _SILENT_SECONDS = 3.0
 
 
-def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
-    """The value of `type_` in the plain JSON that `make` returns, or returned before for the same `about` and code.
+def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
+    """The costs of the config's micro-batch in the largest of the recipe's resolutions.
 
-    A file that holds no such value is replaced. If the folder can't be read or written, only time is lost.
-
-    Args:
-        about: what the result depends on, as plain JSON.
-        type_: a type that pydantic checks, such as a dataclass.
-        make: computes a result that is not in the cache.
-        modules: names of other modules whose code `make` runs.
+    exact: rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and
+    with two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the
+    values of tensors.
     """
-    text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
-    name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    if name not in _found:
-        value = TypeAdapter(type_)
-        try:
-            content = read_bytes(cache_folder() / "steps" / f"{name}.json", MAX_JSON_BYTES)
-            _found[name] = value.validate_json(content, strict=True)
-        except (*_UNUSABLE, ValueError):
-            result = json.dumps(make())
-            with suppress(*_UNUSABLE):
-                _write(cache_folder() / "steps" / f"{name}.json", result)
-            _found[name] = value.validate_json(result, strict=True)
-    return cast(_T, _found[name])
+    return _of_groups(recipe, config, recipe.groups, on_gpu, exact)
 
 
-def share() -> None:
-    """Give every rank the results of rank 0: all ranks need the same ones. Every rank must call this."""
-    from dino_ds.engine import distributed  # imports torch, which a plan from the cache does not need
+def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, float]:
+    """Mean FLOPs of a micro-batch by part, over the steps of all resolutions. Raises NotEstimated."""
+    mean: dict[str, float] = {}
+    for resolution in recipe.resolutions:
+        costs = _of_groups(recipe, config, recipe.groups_of(resolution), on_gpu, exact=True)
+        for name, part in costs.parts.items():
+            mean[name] = mean.get(name, 0.0) + resolution.share * part.flops
+    return mean
 
-    _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
 
-
-def _write(path: Path, result: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_text(result, encoding="utf-8")
-    files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    for old in files[:-_MOST_FILES]:
-        old.unlink(missing_ok=True)
+def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
+    """FLOPs per image by part, in micro-batches of `images`, of the whole model, as is usual for MFU: with every branch
+    and all tokens of the last block, and without recomputation. Raises NotEstimated."""
+    model = recipe.model.model_copy(update={"drop_path": 0.0})
+    whole = recipe.model_copy(update={"model": model})
+    performance = PerformanceOptions(cls_only_last_block=False)
+    config = DsConfig({}, images, 1, 0, "fp32", False, 0.0, 0, performance)
+    return {name: flops / images for name, flops in mean_flops(whole, config, on_gpu=True).items() if flops}
 
 
 @functools.cache
-def _versions() -> list[str]:
-    """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
-    return [version("torch"), version("timm"), hash_code()]
+def student_facts(recipe: Recipe) -> StudentFacts:
+    """The facts of a recipe's student. Raises ConfigError for a network that can't be built."""
+
+    def make() -> Any:
+        from dino_ds.costs.rehearse import describe_student
+
+        return describe_student(recipe)
+
+    return kept({"student": _learned(recipe)}, StudentFacts, make, _own_code(recipe))
 
 
-def _digest(module: str) -> str:
-    try:
-        spec = find_spec(module)
-        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else module
-    except (ImportError, OSError, ValueError):
-        return module
-
-
-@with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True)
-class PartCosts:
-    """A part of a micro-batch.
-
-    flops: of all its products.
-    moments: (elements of gradients that are finished, most bytes alive meanwhile).
-    """
-
-    flops: float
-    moments: Sequence[tuple[int, float]]
+def count_parameters(recipe: Recipe) -> int:
+    """Elements of the student's parameters."""
+    return sum(student_facts(recipe).sizes.values())
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -145,6 +121,19 @@ class StepCosts:
     crops: float
     window: int
     teachers: Mapping[str, int]
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class PartCosts:
+    """A part of a micro-batch.
+
+    flops: of all its products.
+    moments: (elements of gradients that are finished, most bytes alive meanwhile).
+    """
+
+    flops: float
+    moments: Sequence[tuple[int, float]]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -179,53 +168,6 @@ class StudentFacts:
         """FLOPs of the matrix products of Muon's step, which the ranks share; 0 for other optimizers."""
         every = (matrix for group in self.matrices for matrix in group)
         return 5.0 * sum(n * (4 * rows**2 * columns + 2 * rows**3) for rows, columns, n in every)
-
-
-@functools.cache
-def student_facts(recipe: Recipe) -> StudentFacts:
-    """The facts of a recipe's student. Raises ConfigError for a network that can't be built."""
-
-    def make() -> Any:
-        from dino_ds.costs.rehearse import describe_student
-
-        return describe_student(recipe)
-
-    return kept({"student": _learned(recipe)}, StudentFacts, make, _own_code(recipe))
-
-
-def count_parameters(recipe: Recipe) -> int:
-    """Elements of the student's parameters."""
-    return sum(student_facts(recipe).sizes.values())
-
-
-def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
-    """The costs of the config's micro-batch in the largest of the recipe's resolutions.
-
-    exact: rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and
-    with two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the
-    values of tensors.
-    """
-    return _of_groups(recipe, config, recipe.groups, on_gpu, exact)
-
-
-def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, float]:
-    """Mean FLOPs of a micro-batch by part, over the steps of all resolutions. Raises NotEstimated."""
-    mean: dict[str, float] = {}
-    for resolution in recipe.resolutions:
-        costs = _of_groups(recipe, config, recipe.groups_of(resolution), on_gpu, exact=True)
-        for name, part in costs.parts.items():
-            mean[name] = mean.get(name, 0.0) + resolution.share * part.flops
-    return mean
-
-
-def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
-    """FLOPs per image by part, in micro-batches of `images`, of the whole model, as is usual for MFU: with every branch
-    and all tokens of the last block, and without recomputation. Raises NotEstimated."""
-    model = recipe.model.model_copy(update={"drop_path": 0.0})
-    whole = recipe.model_copy(update={"model": model})
-    performance = PerformanceOptions(cls_only_last_block=False)
-    config = DsConfig({}, images, 1, 0, "fp32", False, 0.0, 0, performance)
-    return {name: flops / images for name, flops in mean_flops(whole, config, on_gpu=True).items() if flops}
 
 
 def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool, exact: bool) -> StepCosts:
@@ -313,3 +255,59 @@ def _own_code(recipe: Recipe) -> tuple[str, ...]:
         check_allowed("model.backbone", recipe.model.backbone)  # looking for a module imports its package
         names.append(recipe.model.backbone.partition(":")[0])
     return tuple(dict.fromkeys(name for name in names if not name.startswith("dino_ds.")))
+
+
+def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
+    """The value of `type_` in the plain JSON that `make` returns, or returned before for the same `about` and code.
+
+    A file that holds no such value is replaced. If the folder can't be read or written, only time is lost.
+
+    Args:
+        about: what the result depends on, as plain JSON.
+        type_: a type that pydantic checks, such as a dataclass.
+        make: computes a result that is not in the cache.
+        modules: names of other modules whose code `make` runs.
+    """
+    text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if name not in _known:
+        value = TypeAdapter(type_)
+        try:
+            content = read_bytes(cache_folder() / "steps" / f"{name}.json", MAX_JSON_BYTES)
+            _known[name] = value.validate_json(content, strict=True)
+        except (*_UNUSABLE, ValueError):
+            result = json.dumps(make())
+            with suppress(*_UNUSABLE):
+                _write(cache_folder() / "steps" / f"{name}.json", result)
+            _known[name] = value.validate_json(result, strict=True)
+    return cast(_T, _known[name])
+
+
+def share() -> None:
+    """Give every rank the results of rank 0: all ranks need the same ones. Every rank must call this."""
+    from dino_ds.engine import distributed  # imports torch, which a plan from the cache does not need
+
+    _known.update(distributed.gather_objects(_known if distributed.rank() == 0 else {})[0])
+
+
+def _write(path: Path, result: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(result, encoding="utf-8")
+    files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    for old in files[:-_MOST_FILES]:
+        old.unlink(missing_ok=True)
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
+    return [version("torch"), version("timm"), hash_code()]
+
+
+def _digest(module: str) -> str:
+    try:
+        spec = find_spec(module)
+        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else module
+    except (ImportError, OSError, ValueError):
+        return module

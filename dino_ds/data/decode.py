@@ -1,10 +1,4 @@
-"""Formats of image files, and the decoding of their bytes to upright pixels by the fastest decoder, within a limit.
-
-Files of 8 bits a channel become uint8, and in a run with a value range, like deeper files, float32 in [0, 1]. JPEGs go
-to simplejpeg, whose pixels are Pillow's (both are libjpeg-turbo), all others and damaged JPEGs to Pillow. A format that
-Pillow can't read, or only in part, has a module with a `Format`, named in `_READERS`; one of Pillow's is a line of
-`images.PILLOW`.
-"""
+"""Formats of image files, and the decoding of their bytes to upright pixels by the fastest decoder, within a limit."""
 
 from __future__ import annotations
 
@@ -45,6 +39,7 @@ from dino_ds.data.scientific import DICOM, NPY, TIFF, Raster, check_nodata
 from dino_ds.errors import one_line
 
 _READERS = (NPY, DICOM, TIFF)
+"""Formats that Pillow can't read, or only in part; the others are lines of `images.PILLOW`."""
 ENDINGS = PILLOW | {reader.name: reader.endings for reader in _READERS}
 """Endings of the files of each format, the usual one first."""
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))
@@ -82,83 +77,6 @@ _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     8: lambda a: np.rot90(a),
 }
 """Transform that turns an image upright, by EXIF orientation; 1 and unknown values need none."""
-
-
-def split_part(root: str) -> tuple[str, str | None]:
-    """`file.h5:/images` or `file.tar:input.png` -> the file or pattern, and the part that is read, or None."""
-    match = _NAMED.fullmatch(root)
-    return (match[1] or match[3], match[2] or match[4]) if match else (root, None)
-
-
-def is_image(name: bytes, read_head: Callable[[], bytes]) -> bool:
-    """Whether a file is an image: by its ending, or if it has none, by its first HEAD bytes. Raises what `read_head`
-    does."""
-    if name.lower().endswith(_IMAGES):
-        return True
-    if name.lower().endswith(_SIDE_FILES) or _ENDING.search(name):
-        return False
-    head = read_head()
-    return bool(_PILLOW_HEADS.match(head)) or any(reader.is_kind_of(head) for reader in _READERS)
-
-
-def is_image_file(folder: str | bytes, name: str | bytes) -> bool:
-    """Whether `is_image` holds for a file on a disk; False for one without an ending that can't be read."""
-
-    def read_head() -> bytes:
-        with opened(os.path.join(os.fsencode(folder), os.fsencode(name)), 1 << 62) as file:
-            return file.read(HEAD)
-
-    try:
-        return is_image(os.fsencode(name), read_head)
-    except (OSError, ValueError):  # ValueError: no regular file
-        return False
-
-
-def is_left_out(name: bytes) -> bool:
-    """Whether a file that is no image may be one in a format that is not read: it is left out with a note."""
-    return not name.lower().endswith(_KNOWN)
-
-
-def note_left_out(files: Iterable[bytes]) -> list[str]:
-    if not (names := sorted(files)):
-        return []
-    return [
-        f"{len(names)} files that can't be read are left out, such as {printable(os.fsdecode(names[0]))}: convert "
-        f"images to JPEG, PNG or TIFF, unpack archives ({' '.join(ARCHIVES)} are read if data.root names them); a .txt "
-        "list may name images of any ending"
-    ]
-
-
-def archives_in(folder: str) -> tuple[list[str], list[bytes]]:
-    """ARCHIVES in `folder` and its folders KEY=VALUE, and other files, which are left out; neither if it has images or
-    other folders."""
-    archives, others = list[str](), list[bytes]()
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if "=" in entry.name and entry.is_dir(follow_symlinks=False):  # a partition, such as label=cat
-                    inside, more = archives_in(entry.path)
-                    if not inside:
-                        return [], []
-                    archives, others = archives + inside, others + more
-                elif entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
-                    return [], []
-                elif entry.name.lower().endswith(ARCHIVES):
-                    archives.append(entry.path)
-                elif is_left_out(os.fsencode(entry.name)):
-                    others.append(os.fsencode(entry.name))
-    except OSError:
-        return [], []  # the folder source reports why
-    return sorted(archives), others
-
-
-def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile:
-    """Open an image by its header: as Pillow's image, or as a Raster where Pillow can't read all of the file. Raises
-    any Exception for damaged files."""
-    reader = next((reader for reader in _READERS if reader.is_kind_of(data)), None)
-    return reader.open(data, channels) if reader else Image.open(io.BytesIO(data), formats=[*PILLOW])
 
 
 def load_image(
@@ -205,24 +123,6 @@ def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -
         raise UnreadableImage(name, f"{image.channels} channels, {wanted} are wanted")
 
 
-class DecodedImage:
-    """Pixels (h, w) or (h, w, c) of a source that has no files, with the interface of EncodedImage."""
-
-    def __init__(
-        self, array: np.ndarray, name: str, max_pixels: int | None, value_range: ValueRange | None = None
-    ) -> None:
-        self.height, self.width = array.shape[:2]
-        _check_size(self.width, self.height, name, max_pixels)
-        self._array, self._name, self._range = array.reshape(self.height, self.width, -1), name, value_range
-        self.channels, self.deep = self._array.shape[2], array.dtype != np.uint8
-
-    def values(self) -> np.ndarray:
-        return self._array
-
-    def decode(self, shrink: int = 1) -> np.ndarray:
-        return _as_trained(self._array, self._range, self._name)
-
-
 class EncodedImage:
     """An image file of which only the header has been read.
 
@@ -258,9 +158,8 @@ class EncodedImage:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = (
-                _LITTLE  # long texts must not cost an image
-            )
+            # Long texts must not cost an image.
+            PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _LITTLE
             self._open()
 
     def _open(self) -> None:
@@ -351,13 +250,38 @@ class EncodedImage:
             raise UnreadableImage(self._name, one_line(reason or type(error).__name__, _REASON)) from error
 
 
+class DecodedImage:
+    """Pixels (h, w) or (h, w, c) of a source that has no files, with the interface of EncodedImage."""
+
+    def __init__(
+        self, array: np.ndarray, name: str, max_pixels: int | None, value_range: ValueRange | None = None
+    ) -> None:
+        self.height, self.width = array.shape[:2]
+        _check_size(self.width, self.height, name, max_pixels)
+        self._array, self._name, self._range = array.reshape(self.height, self.width, -1), name, value_range
+        self.channels, self.deep = self._array.shape[2], array.dtype != np.uint8
+
+    def values(self) -> np.ndarray:
+        return self._array
+
+    def decode(self, shrink: int = 1) -> np.ndarray:
+        return _as_trained(self._array, self._range, self._name)
+
+
+def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile:
+    """Open an image by its header: as Pillow's image, or as a Raster where Pillow can't read all of the file. Raises
+    any Exception for damaged files."""
+    reader = next((reader for reader in _READERS if reader.is_kind_of(data)), None)
+    return reader.open(data, channels) if reader else Image.open(io.BytesIO(data), formats=[*PILLOW])
+
+
 def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
     return values if value_range is None and values.dtype == np.uint8 else to_unit(values, value_range, name)
 
 
 def _decode_jpeg(data: bytes, width: int, height: int, shrink: int, colors: str) -> np.ndarray | None:
-    """Pixels (height / shrink, width / shrink, 3 of RGB or 1 of GRAY) of uint8, sizes rounded up; None for a file with
-    any fault, which is left to Pillow."""
+    """Pixels (height / shrink, width / shrink, 3 of RGB or 1 of GRAY) of uint8, sizes rounded up, as Pillow's: both are
+    libjpeg-turbo. None for a file with any fault, which is left to Pillow."""
     try:
         return simplejpeg.decode_jpeg(
             data, colors, min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
@@ -372,3 +296,73 @@ def _check_size(width: int, height: int, name: str, max_pixels: int | None, chan
         less = f" of 3: {3 * max_pixels // channels} of {channels}" if more else ""
         limit = f"at most {max_pixels}{less} are read (in training data.max_pixels)"
         raise UnreadableImage(name, f"{width} x {height} pixels{more}, {limit}")
+
+
+def is_image_file(folder: str | bytes, name: str | bytes) -> bool:
+    """Whether `is_image` holds for a file on a disk; False for one without an ending that can't be read."""
+
+    def read_head() -> bytes:
+        with opened(os.path.join(os.fsencode(folder), os.fsencode(name)), 1 << 62) as file:
+            return file.read(HEAD)
+
+    try:
+        return is_image(os.fsencode(name), read_head)
+    except (OSError, ValueError):  # ValueError: no regular file
+        return False
+
+
+def is_image(name: bytes, read_head: Callable[[], bytes]) -> bool:
+    """Whether a file is an image: by its ending, or if it has none, by its first HEAD bytes. Raises what `read_head`
+    does."""
+    if name.lower().endswith(_IMAGES):
+        return True
+    if name.lower().endswith(_SIDE_FILES) or _ENDING.search(name):
+        return False
+    head = read_head()
+    return bool(_PILLOW_HEADS.match(head)) or any(reader.is_kind_of(head) for reader in _READERS)
+
+
+def split_part(root: str) -> tuple[str, str | None]:
+    """`file.h5:/images` or `file.tar:input.png` -> the file or pattern, and the part that is read, or None."""
+    match = _NAMED.fullmatch(root)
+    return (match[1] or match[3], match[2] or match[4]) if match else (root, None)
+
+
+def archives_in(folder: str) -> tuple[list[str], list[bytes]]:
+    """ARCHIVES in `folder` and its folders KEY=VALUE, and other files, which are left out; neither if it has images or
+    other folders."""
+    archives, others = list[str](), list[bytes]()
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if "=" in entry.name and entry.is_dir(follow_symlinks=False):  # a partition, such as label=cat
+                    inside, more = archives_in(entry.path)
+                    if not inside:
+                        return [], []
+                    archives, others = archives + inside, others + more
+                elif entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
+                    return [], []
+                elif entry.name.lower().endswith(ARCHIVES):
+                    archives.append(entry.path)
+                elif is_left_out(os.fsencode(entry.name)):
+                    others.append(os.fsencode(entry.name))
+    except OSError:
+        return [], []  # the folder source reports why
+    return sorted(archives), others
+
+
+def is_left_out(name: bytes) -> bool:
+    """Whether a file that is no image may be one in a format that is not read: it is left out with a note."""
+    return not name.lower().endswith(_KNOWN)
+
+
+def note_left_out(files: Iterable[bytes]) -> list[str]:
+    if not (names := sorted(files)):
+        return []
+    return [
+        f"{len(names)} files that can't be read are left out, such as {printable(os.fsdecode(names[0]))}: convert "
+        f"images to JPEG, PNG or TIFF, unpack archives ({' '.join(ARCHIVES)} are read if data.root names them); a .txt "
+        "list may name images of any ending"
+    ]

@@ -17,9 +17,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.basics.files import is_url, read_lines
-from dino_ds.data.classes import FolderKeys, key_on
 from dino_ds.data.decode import EXTENSIONS, is_image_file, is_left_out, note_left_out
-from dino_ds.data.encoded import ListedFiles, canonical_place
+from dino_ds.data.encoded import FolderKeys, ListedFiles, canonical_place, key_on
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import (
     Contents,

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.data.classes import note_unnamed
 from dino_ds.data.encoded import MAX_BYTES, RowImages
 from dino_ds.data.images import UnreadableImage, find_placeholder
-from dino_ds.data.listing import Labels, printable
+from dino_ds.data.listing import Labels, note_unnamed, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _OPEN_FILES = 32
@@ -52,8 +51,8 @@ class Hdf5Images(RowImages):
                     self._parts.append(dataset.name)
                     counts.append(len(dataset))
                     labels.append(_labels_beside(opened, dataset, self.notes))
-            except DataError as error:
-                raise DataError(f"{error}") from None
+            except DataError:
+                raise
             except Exception as error:  # h5py raises OSError, KeyError, RuntimeError and others for a broken file
                 reason = find_placeholder(file) or one_line(error, 200)
                 raise DataError(f"{printable(file)} cannot be read as HDF5: {reason}") from None

@@ -1,5 +1,5 @@
-"""The contract of a source of images, and the conversion of Pillow images to RGB of 8 bits, or of deeper values to [0,
-1] by the value range of a run. Imports nothing else of `dino_ds.data`.
+"""The contract of a source of images, and the conversion of Pillow's images to RGB of 8 bits, or of deeper values to
+[0, 1] by the value range of a run.
 """
 
 from __future__ import annotations
@@ -49,33 +49,6 @@ _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
 """Raw modes of two bytes a value: Pillow keeps one of them, and can be told which."""
 
 
-class UnreadableImage(Exception):
-    """An image can't be decoded: `name` as its source calls it, `reason` in a few words."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
-
-
-def find_placeholder(path: str) -> str | None:
-    """Name the placeholder at `path`, such as a Git LFS pointer or a web page; None for any other file."""
-    with suppress(OSError), open(path, "rb") as file:
-        return name_placeholder(file.read(_HEAD))
-    return None
-
-
-def name_placeholder(head: bytes) -> str | None:
-    """Name the placeholder, such as a Git LFS pointer, that begins with `head`; None for any other file."""
-    if head.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS in place of the file: git lfs pull fetches it"
-    if re.match(rb"\s*(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)", head[:_HEAD], re.IGNORECASE):
-        return "a web page in place of the file: download it again"
-    return None
-
-
 class Source(Protocol):
     """Images by index, always in the same order; picklable, since loader processes get a copy.
 
@@ -104,6 +77,30 @@ class Source(Protocol):
         ...
 
 
+class Joined(ABC):
+    """A source made of several others."""
+
+    @property
+    @abstractmethod
+    def joined(self) -> Sequence[tuple[str, Source]]:
+        """The joined sources in order, each with the path or address that the user wrote."""
+
+    @abstractmethod
+    def another(self, index: int, number: int) -> int:
+        """Index of another image from the same part as image `index`; `number`, any integer, chooses it."""
+
+
+class UnreadableImage(Exception):
+    """An image can't be decoded: `name` as its source calls it, `reason` in a few words."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
 def is_remote(source: Source) -> bool:
     """Whether images of a source are in a bucket or on a web server, and are to be announced by `prepare_images`."""
     return bool(getattr(source, "elsewhere", False))
@@ -121,23 +118,26 @@ def prepare_images(source: Source, indices: Sequence[int], seconds: float | None
         source.prepare(indices, seconds)  # type: ignore[attr-defined]
 
 
-class Joined(ABC):
-    """A source made of several others."""
-
-    @property
-    @abstractmethod
-    def joined(self) -> Sequence[tuple[str, Source]]:
-        """The joined sources in order, each with the path or address that the user wrote."""
-
-    @abstractmethod
-    def another(self, index: int, number: int) -> int:
-        """Index of another image from the same part as image `index`; `number`, any integer, chooses it."""
-
-
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
     """At most `wanted` of `images` indices, evenly spread, so that they cover the sorted class folders."""
     count = min(images, wanted)
     return [i * images // count for i in range(count)]
+
+
+def find_placeholder(path: str) -> str | None:
+    """Name the placeholder at `path`, such as a Git LFS pointer or a web page; None for any other file."""
+    with suppress(OSError), open(path, "rb") as file:
+        return name_placeholder(file.read(_HEAD))
+    return None
+
+
+def name_placeholder(head: bytes) -> str | None:
+    """Name the placeholder, such as a Git LFS pointer, that begins with `head`; None for any other file."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS in place of the file: git lfs pull fetches it"
+    if re.match(rb"\s*(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)", head[:_HEAD], re.IGNORECASE):
+        return "a web page in place of the file: download it again"
+    return None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

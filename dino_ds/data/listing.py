@@ -1,7 +1,7 @@
-"""Lists of millions of images in a memory-mapped file, which costs each process almost nothing.
+"""Lists of millions of images in memory-mapped files, which cost each process almost nothing, and classes of images.
 
-The safetensors file (numpy arrays and a JSON object) lies in the user's cache (`cache_folder`) under a name that is
-used once, so that a source is pickled for loader processes as a path.
+A list (numpy arrays and a JSON object, as safetensors) lies in the user's cache under a name that is used once, so that
+a source is pickled for loader processes as a path.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import time
 import uuid
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -32,116 +34,95 @@ _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
 """Names of a column or key with classes."""
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+"""Value in the name of a folder of rows without one."""
 _KEPT = 3
 _KEPT_SECONDS = 7 * 24 * 3600
 """The newest three files of a list are kept, and those opened within a week: jobs may still start workers with them."""
 
 
-def is_hidden(path: bytes) -> bool:
-    """Whether a file is ignored: its name, or that of a folder in its path, begins with a dot or is lost+found."""
-    if not (path.startswith((b".", b"lost+found")) or b"/." in path or b"/lost+found" in path):
-        return False
-    parts = path.split(b"/")
-    return any((part.startswith(b".") and part not in (b".", b"..")) or part == b"lost+found" for part in parts)
+def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
+    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it for the cache.
+
+    One process of a machine builds the list, the others wait for it. If the cache can't be written, the list is kept in
+    a temporary folder until the process ends. Raises DataError if this has no room either, and the errors of `build`.
+    """
+    stem = f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}"
+    folder = cache_folder()
+    if listing := _find_current(folder, stem, is_current):
+        return listing
+    with _one_process_at_a_time(folder, stem):
+        if listing := _find_current(folder, stem, is_current):
+            return listing
+        contents = build()
+        for find_folder in (lambda: folder, lambda: Path(_temporary().name)):
+            try:
+                kept = find_folder()
+                listing = save_listing(kept / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
+                _prune(kept, stem)
+                return listing
+            except OSError as error:
+                reason = error
+    raise DataError(f"the list of images can't be kept in {folder}: {reason}; set DINO_DS_CACHE to a folder with room")
 
 
-class Texts(Sequence[str]):
-    """Texts as one array of bytes (uint8), and the end of each text in it (int64)."""
-
-    def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
-        self._data, self._ends = data, ends
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: Any) -> Any:
-        number = range(len(self))[index]
-        begin = int(self._ends[number - 1]) if number else 0
-        return os.fsdecode(self._data[begin : int(self._ends[number])].tobytes())
+def save_listing(path: Path, contents: Contents) -> Listing:
+    """Write a list, whole or not at all. Raises OSError."""
+    try:
+        arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
+        with replacing(path) as part:
+            about = {"about": json.dumps(contents.about), "checksums": json.dumps(_checksums(arrays))}
+            save_file(arrays, part, {"format": str(FORMAT), **about})
+    except Exception as error:  # safetensors has its own error for a full disk
+        raise OSError(str(error)) from error
+    return Listing(path)
 
 
-class Labels(Sequence[int]):
-    """Class numbers, int32 in an array, which `np.asarray` returns without a copy."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._numbers[index].tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers.tolist())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._numbers, dtype=dtype, copy=bool(copy)) if copy or dtype else self._numbers
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and np.array_equal(self._numbers, np.asarray(other))
+def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]) -> Listing | None:
+    for path in _newest_first(folder, stem):
+        try:
+            listing = Listing(path)
+            usable = is_current(listing) and listing.is_intact()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue  # of another format, or damaged: it will be replaced
+        if usable:
+            with suppress(OSError):  # another user's cache, read-only here
+                os.utime(path)
+            return listing
+    return None
 
 
-class Packer:
-    """Collects texts (bytes) into the two arrays of `Texts`."""
-
-    def __init__(self) -> None:
-        self._data, self._ends = bytearray(), array("q")
-
-    def add(self, text: bytes) -> None:
-        self._data += text
-        self._ends.append(len(self._data))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def arrays(self, name: str) -> dict[str, np.ndarray]:
-        return {
-            f"{name}.bytes": np.frombuffer(self._data, np.uint8),
-            f"{name}.ends": np.frombuffer(self._ends, np.int64),
-        }
+def _newest_first(folder: Path, stem: str) -> list[Path]:
+    files = []
+    for path in folder.glob(f"{stem}-*.safetensors"):
+        with suppress(OSError):  # pruned by another process
+            files.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(files, reverse=True)]
 
 
-class FolderLabels:
-    """Classes from the first folder of each path, if every path has a folder and there are at least two of them, not
-    all called train, val or test."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._labels = array("i")
-        self._everywhere = True
-
-    def add(self, path: bytes) -> None:
-        first, slash, _ = path.partition(b"/")
-        if not slash:
-            self._everywhere = False
-        if self._everywhere:
-            self._labels.append(self._numbers.setdefault(first, len(self._numbers)))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Arrays of a Listing with labels and classes; empty if the folders are not classes."""
-        names = sorted(self._numbers)
-        if not self._everywhere or len(names) < 2 or {name.lower() for name in names} <= _SPLIT_NAMES:
-            return {}
-        return label_arrays([self._numbers[name] for name in names], np.frombuffer(self._labels, np.int32), names)
+def _prune(folder: Path, stem: str) -> None:
+    for path in _newest_first(folder, stem)[_KEPT:]:
+        if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
+            with suppress(OSError):
+                path.unlink()
 
 
-def label_arrays(order: list[int], numbers: np.ndarray, names: list[bytes]) -> dict[str, np.ndarray]:
-    """Arrays of a Listing for `numbers` (n,), where number `order[k]` becomes k with the name `names[k]`; -1 stays."""
-    renumbered = np.full(len(order) + 1, -1, np.int32)  # the last entry is for -1
-    renumbered[order] = np.arange(len(order), dtype=np.int32)
-    classes = Packer()
-    for name in names:
-        classes.add(name)
-    return {"labels": renumbered[numbers], **classes.arrays("classes")}
+@contextmanager
+def _one_process_at_a_time(folder: Path, stem: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = stack.enter_context(open(folder / f"{stem}.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # no cache, or a file system without locks: two processes may do the same work
+        yield
 
 
-@dataclass
-class Contents:
-    """Content of a list file: arrays by name (uint8, int32 or int64) and JSON values."""
-
-    arrays: dict[str, np.ndarray]
-    about: dict[str, Any] = field(default_factory=dict)
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="dino_ds-")
 
 
 class Listing:
@@ -190,53 +171,6 @@ class Listing:
         return [printable(name) for name in self.texts("classes")] if "classes.ends" in self.arrays else None
 
 
-def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
-    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it for the cache.
-
-    One process of a machine builds the list, the others wait for it. If the cache can't be written, the list is kept in
-    a temporary folder until the process ends. Raises DataError if this has no room either, and the errors of `build`.
-    """
-    stem = f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}"
-    folder = cache_folder()
-    if listing := _find_current(folder, stem, is_current):
-        return listing
-    with _one_process_at_a_time(folder, stem):
-        if listing := _find_current(folder, stem, is_current):
-            return listing
-        contents = build()
-        for find_folder in (lambda: folder, lambda: Path(_temporary().name)):
-            try:
-                kept = find_folder()
-                listing = save_listing(kept / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
-                _prune(kept, stem)
-                return listing
-            except OSError as error:
-                reason = error
-    raise DataError(f"the list of images can't be kept in {folder}: {reason}; set DINO_DS_CACHE to a folder with room")
-
-
-def save_listing(path: Path, contents: Contents) -> Listing:
-    """Write a list, whole or not at all. Raises OSError."""
-    try:
-        arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
-        with replacing(path) as part:
-            about = {"about": json.dumps(contents.about), "checksums": json.dumps(_checksums(arrays))}
-            save_file(arrays, part, {"format": str(FORMAT), **about})
-    except Exception as error:  # safetensors has its own error for a full disk
-        raise OSError(str(error)) from error
-    return Listing(path)
-
-
-def _checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    return {name: zlib.crc32(values.data) for name, values in arrays.items()}
-
-
-def printable(text: str) -> str:
-    """A file name as one line of valid UTF-8: file systems and archives allow any bytes in it."""
-    clean = os.fsencode(text).decode("utf-8", "backslashreplace")
-    return clean if clean.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in clean)
-
-
 def _reopen(path: Path) -> Listing:
     try:
         return Listing(path)
@@ -244,48 +178,172 @@ def _reopen(path: Path) -> Listing:
         raise DataError(f"the list of images {path} is gone ({error}); start again: it will be rebuilt") from None
 
 
-def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]) -> Listing | None:
-    for path in _newest_first(folder, stem):
-        try:
-            listing = Listing(path)
-            usable = is_current(listing) and listing.is_intact()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            continue  # of another format, or damaged: it will be replaced
-        if usable:
-            with suppress(OSError):  # another user's cache, read-only here
-                os.utime(path)
-            return listing
-    return None
+def _checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    return {name: zlib.crc32(values.data) for name, values in arrays.items()}
 
 
-def _newest_first(folder: Path, stem: str) -> list[Path]:
-    files = []
-    for path in folder.glob(f"{stem}-*.safetensors"):
-        with suppress(OSError):  # pruned by another process
-            files.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(files, reverse=True)]
+@dataclass
+class Contents:
+    """Content of a list file: arrays by name (uint8, int32 or int64) and JSON values."""
+
+    arrays: dict[str, np.ndarray]
+    about: dict[str, Any] = field(default_factory=dict)
 
 
-def _prune(folder: Path, stem: str) -> None:
-    for path in _newest_first(folder, stem)[_KEPT:]:
-        if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
-            with suppress(OSError):
-                path.unlink()
+class Packer:
+    """Collects texts (bytes) into the two arrays of `Texts`."""
+
+    def __init__(self) -> None:
+        self._data, self._ends = bytearray(), array("q")
+
+    def add(self, text: bytes) -> None:
+        self._data += text
+        self._ends.append(len(self._data))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        return {
+            f"{name}.bytes": np.frombuffer(self._data, np.uint8),
+            f"{name}.ends": np.frombuffer(self._ends, np.int64),
+        }
 
 
-@contextmanager
-def _one_process_at_a_time(folder: Path, stem: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = stack.enter_context(open(folder / f"{stem}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # no cache, or a file system without locks: two processes may do the same work
-        yield
+class Texts(Sequence[str]):
+    """Texts as one array of bytes (uint8), and the end of each text in it (int64)."""
+
+    def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
+        self._data, self._ends = data, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = range(len(self))[index]
+        begin = int(self._ends[number - 1]) if number else 0
+        return os.fsdecode(self._data[begin : int(self._ends[number])].tobytes())
 
 
-@cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when this process ends."""
-    return tempfile.TemporaryDirectory(prefix="dino_ds-")
+class Labels(Sequence[int]):
+    """Class numbers, int32 in an array, which `np.asarray` returns without a copy."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._numbers, dtype=dtype, copy=bool(copy)) if copy or dtype else self._numbers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and np.array_equal(self._numbers, np.asarray(other))
+
+
+class FolderLabels:
+    """Classes from the first folder of each path, if every path has a folder and there are at least two of them, not
+    all called train, val or test."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._labels = array("i")
+        self._everywhere = True
+
+    def add(self, path: bytes) -> None:
+        first, slash, _ = path.partition(b"/")
+        if not slash:
+            self._everywhere = False
+        if self._everywhere:
+            self._labels.append(self._numbers.setdefault(first, len(self._numbers)))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Arrays of a Listing with labels and classes; empty if the folders are not classes."""
+        names = sorted(self._numbers)
+        if not self._everywhere or len(names) < 2 or {name.lower() for name in names} <= _SPLIT_NAMES:
+            return {}
+        return label_arrays([self._numbers[name] for name in names], np.frombuffer(self._labels, np.int32), names)
+
+
+def label_arrays(order: list[int], numbers: np.ndarray, names: list[bytes]) -> dict[str, np.ndarray]:
+    """Arrays of a Listing for `numbers` (n,), where number `order[k]` becomes k with the name `names[k]`; -1 stays."""
+    renumbered = np.full(len(order) + 1, -1, np.int32)  # the last entry is for -1
+    renumbered[order] = np.arange(len(order), dtype=np.int32)
+    classes = Packer()
+    for name in names:
+        classes.add(name)
+    return {"labels": renumbered[numbers], **classes.arrays("classes")}
+
+
+def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.ndarray]]:
+    """Match the classes of several sources by name; a name that a list has twice is two classes.
+
+    Returns all names in the order of first appearance, and for each list the joined number of each of its classes, with
+    -1 as the last entry, so that labels, -1 for none, can be its index.
+    """
+    joined, numbers = dict[tuple[str, int], int](), list[np.ndarray]()
+    for names in lists:
+        seen, of_list = Counter[str](), list[int]()
+        for name in names:
+            of_list.append(joined.setdefault((name, seen[name]), len(joined)))
+            seen[name] += 1
+        numbers.append(np.array([*of_list, -1], np.int32))
+    return [name for name, _ in joined], numbers
+
+
+def by_name(labels: list[list[Any]], names: list[list[str]], files: list[str]) -> tuple[list[list[Any]], list[str]]:
+    """Labels by file, and the class names of all files, of which each had its own. Raises DataError for numbers without
+    names in some files only."""
+    if all(some == names[0] for some in names):
+        return labels, names[0]
+    for values, some, file in zip(labels, names, files, strict=True):
+        if not all(value is None or value < len(some) for value in values):
+            raise DataError(
+                f"{printable(file)} has class numbers without names, unlike other files: write them into all files "
+                "(with datasets: ClassLabel), or give the files as parts of data.mixture"
+            )
+    classes, joined = join_classes(names)
+    for values, numbers in zip(labels, joined, strict=True):
+        values[:] = [int(numbers[-1 if value is None or value < 0 else value]) for value in values]
+    return labels, classes
+
+
+def partitions(files: list[str]) -> tuple[list[str | None], list[str]]:
+    """The class of each file by a folder such as label=cat below the files' common one; and a note on other folders."""
+    begin = len(os.path.commonpath(list(map(os.path.dirname, files)))) + 1
+    of_files = [dict(part.split("=", 1) for part in file[begin:].split("/")[:-1] if "=" in part) for file in files]
+    keys = list(dict.fromkeys(key for pairs in of_files for key in pairs))
+    key = next((name for name in LABEL_NAMES if name in keys), None)
+    if key is None:
+        folders = ", ".join(f"{printable(name)}=…" for name in keys[:3])
+        return [None] * len(files), [f"folders {folders} give no classes: call them label=…"] * bool(keys)
+    values = (pairs.get(key, _NULL) for pairs in of_files)
+    return [None if value == _NULL else unquote(value) for value in values], []
+
+
+def note_unnamed(places: Iterable[str]) -> list[str]:
+    """A note on classes that have only numbers in several places, if there are several."""
+    several = list(dict.fromkeys(places))
+    some = ", ".join([*several[:3], "..."] if len(several) > 3 else several)
+    note = f"the classes of {some} are numbers without names: equal numbers are taken for the same class"
+    return [note] if len(several) > 1 else []
+
+
+def is_hidden(path: bytes) -> bool:
+    """Whether a file is ignored: its name, or that of a folder in its path, begins with a dot or is lost+found."""
+    if not (path.startswith((b".", b"lost+found")) or b"/." in path or b"/lost+found" in path):
+        return False
+    parts = path.split(b"/")
+    return any((part.startswith(b".") and part not in (b".", b"..")) or part == b"lost+found" for part in parts)
+
+
+def printable(text: str) -> str:
+    """A file name as one line of valid UTF-8: file systems and archives allow any bytes in it."""
+    clean = os.fsencode(text).decode("utf-8", "backslashreplace")
+    return clean if clean.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in clean)

@@ -38,7 +38,7 @@ from dino_ds.data.batches import (
 )
 from dino_ds.data.feed import Batch, Position
 from dino_ds.data.images import Source
-from dino_ds.data.masks import Draws, draws_in
+from dino_ds.data.mixture import Draws, draws_in
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError
 

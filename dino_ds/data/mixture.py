@@ -1,189 +1,33 @@
-"""Several sources of images as one, each with a share of every epoch; groups of images that data.balance draws equally
-often; and datasets by name: torchvision's and the package's photographs.
-
-The 18 photographs (licenses: photos/NOTICE.md) are cut into patches; a patch's class is its photograph. The left 60 %
-of each is for training, the right 30 % for testing, so that no pixel is in both.
-"""
+"""Several sources of images as one, each with a share of every epoch; groups of images that are drawn equally often."""
 
 from __future__ import annotations
 
 import csv
-import fcntl
+import hashlib
 import itertools
 import os
-import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from dino_ds.basics.files import is_url
+from dino_ds.basics.seeds import crop_seed, mix
 from dino_ds.config.sections import MixturePart
-from dino_ds.data.classes import join_classes, note_unnamed
 from dino_ds.data.encoded import EncodedImages, ListedFiles
-from dino_ds.data.images import Joined, Source, UnreadableImage, is_remote, prepare_images, to_rgb
-from dino_ds.data.listing import Labels, printable
+from dino_ds.data.images import Joined, Source, is_remote, prepare_images
+from dino_ds.data.listing import Labels, join_classes, note_unnamed, printable
 from dino_ds.data.root import open_files
-from dino_ds.errors import ConfigError, DataError, one_line
+from dino_ds.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from dino_ds.data.masks import Draws
+    from torch import Tensor
 
-
-TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = {
-    "cifar10": ("CIFAR10", [{"train": True}], [{"train": False}]),
-    "cifar100": ("CIFAR100", [{"train": True}], [{"train": False}]),
-    # The labeled images come first, so that a bank made of the first ones has labels.
-    "stl10": ("STL10", [{"split": "train"}, {"split": "unlabeled"}], [{"split": "test"}]),
-    "imagenette": ("Imagenette", [{"split": "train"}], [{"split": "val"}]),
-    "food101": ("Food101", [{"split": "train"}], [{"split": "test"}]),
-    "flowers102": ("Flowers102", [{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
-    "pets": ("OxfordIIITPet", [{"split": "trainval"}], [{"split": "test"}]),
-    "eurosat": ("EuroSAT", [{}], [{}]),
-}
-"""torchvision's class, and the arguments of the datasets that are joined for training and for testing."""
-_EUROSAT_TEST = 10
-"""EuroSAT has no splits: every tenth image is for testing."""
-PATCH_PIXELS = 40
-_SIDES = (48, 72)
-"""Smallest and largest side of a patch in a photograph that is 256 pixels high."""
-_PER_PHOTO = {"train": 160, "test": 52}
-_PART = {"train": (0.0, 0.6), "test": (0.7, 1.0)}
 _MOST_FIELD = 1 << 16
 """Characters of the longest name or cluster in a file."""
-
-
-class TorchvisionImages:
-    """One split of a torchvision dataset. Raises DataError if the dataset or torchvision is missing."""
-
-    def __init__(self, dataset: str, root: str, split: str, download: bool) -> None:
-        self._prefix = f"{dataset}/{split}"
-        self._parts = _open_named(dataset, root, split, download)
-        self._rows = [(part, row) for part, images in enumerate(self._parts) for row in range(len(images))]
-        labels = [label for images in self._parts for label in _labels_of(images)]
-        if dataset == "eurosat":
-            keep = [i for i in range(len(self._rows)) if (i % _EUROSAT_TEST == 0) == (split == "test")]
-            self._rows, labels = [self._rows[i] for i in keep], [labels[i] for i in keep]
-        self.labels: list[int] | None = labels
-        self.classes: list[str] | None = _class_names(self._parts[0], labels)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def load(self, index: int) -> Image.Image:
-        part, row = self._rows[index]
-        try:
-            image = self._parts[part][row][0]
-            image.load()
-            return to_rgb(image)
-        except Exception as error:  # a file of the set may be broken in as many ways as a user's
-            raise UnreadableImage(self.name(index), str(error) or type(error).__name__) from error
-
-    def name(self, index: int) -> str:
-        return f"{self._prefix}/{index}"
-
-
-def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any]:
-    datasets, folder = _import_datasets(), Path(os.path.expanduser(root))
-    try:
-        return _build(datasets, dataset, folder, split, download=False)
-    except ImportError as error:  # flowers102 reads its labels with scipy
-        raise DataError(f"{dataset} needs one more package: {one_line(error)}; pip install {error.name}") from None
-    except (RuntimeError, OSError) as error:
-        if not download:
-            raise DataError(
-                f"{dataset} is not under {folder}: give the --data.root that holds it, or add --data.download true; "
-                f"for image files of your own add --data.source folder (torchvision: {one_line(error)})"
-            ) from None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / ".download.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # torchvision downloads nothing that another process has fetched meanwhile
-            return _build(datasets, dataset, folder, split, download=True)
-    except (RuntimeError, OSError) as error:
-        raise DataError(
-            f"download of {dataset} into {folder} failed: {one_line(error)}; fetch it elsewhere and give --data.root"
-        ) from error
-
-
-def _build(datasets: Any, dataset: str, folder: Path, split: str, download: bool) -> list[Any]:
-    class_name, train, test = TORCHVISION_SETS[dataset]
-    parts = train if split == "train" else test
-    return [getattr(datasets, class_name)(str(folder), **part, download=download) for part in parts]
-
-
-def _import_datasets() -> Any:
-    try:
-        import torchvision.datasets
-    except (ImportError, RuntimeError) as error:
-        raise DataError(
-            f"torchvision cannot be loaded: {one_line(error)}; install the builds of torch and torchvision that "
-            "belong together, or use --data.source folder"
-        ) from error
-    return torchvision.datasets
-
-
-def _labels_of(images: Any) -> list[int]:
-    """Labels of a torchvision dataset, under whichever name it has them; all -1 without labels."""
-    for attribute in ("targets", "labels", "_labels"):
-        values = getattr(images, attribute, None)
-        if values is not None:
-            return [int(value) for value in values]
-    samples = getattr(images, "_samples", None)
-    return [int(label) for _, label in samples] if samples is not None else [-1] * len(images)
-
-
-def _class_names(images: Any, labels: list[int]) -> list[str]:
-    names = getattr(images, "classes", None)
-    if names is None:
-        return [str(number) for number in range(max(labels) + 1)]
-    return [name if isinstance(name, str) else name[0] for name in names]
-
-
-class PhotoPatches:
-    """Patches of 40 x 40 pixels, in memory (uint8), sorted by photograph; positions and sizes never change."""
-
-    def __init__(self, split: str) -> None:
-        photos, count = list(_load_photos()), _PER_PHOTO[split]
-        patches: list[np.ndarray] = []
-        for name, photo in photos:
-            rng = random.Random(f"{name}/{split}")
-            patches += [_cut(photo, _PART[split], number, count, rng) for number in range(count)]
-        self._patches, self._split, self._count = np.stack(patches), split, count
-        self.labels: list[int] | None = [label for label in range(len(photos)) for _ in range(count)]
-        self.classes: list[str] | None = [name for name, _ in photos]
-
-    def __len__(self) -> int:
-        return len(self._patches)
-
-    def load(self, index: int) -> Image.Image:
-        return Image.fromarray(self._patches[index])
-
-    def name(self, index: int) -> str:
-        assert self.classes is not None
-        photo, number = divmod(range(len(self))[index], self._count)
-        return f"photos/{self._split}/{self.classes[photo]}/{number}"
-
-
-def _load_photos() -> Iterator[tuple[str, Image.Image]]:
-    folder = resources.files("dino_ds.data").joinpath("photos")
-    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if file.name.endswith(".jpg"):
-            with file.open("rb") as stream, Image.open(stream) as photo:
-                yield file.name[: -len(".jpg")], photo.convert("RGB")
-
-
-def _cut(photo: Image.Image, part: tuple[float, float], number: int, count: int, rng: random.Random) -> np.ndarray:
-    """Cut patch `number` of `count`: sizes spread evenly over the range, positions random in `part` of the width."""
-    left, right = (round(edge * photo.width) for edge in part)
-    side = round(_SIDES[0] + (_SIDES[1] - _SIDES[0]) * number / max(count - 1, 1))
-    x, y = rng.randint(left, right - side), rng.randint(0, photo.height - side)
-    patch = photo.crop((x, y, x + side, y + side))
-    return np.asarray(patch.resize((PATCH_PIXELS, PATCH_PIXELS), Image.Resampling.BICUBIC))
+_PASSES, _SHUFFLE = -3, -1
+"""Reserved negative image indices that seed the order of a pass and of an epoch."""
 
 
 class Mixture(EncodedImages, Joined):
@@ -304,6 +148,13 @@ class Mixture(EncodedImages, Joined):
         return Labels(labels), classes
 
 
+def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImages:
+    try:
+        return open_files(place_of(part, root), cache_gib)
+    except DataError as error:
+        raise DataError(f"data.mixture: {part.place}: {error}") from None
+
+
 def place_of(part: MixturePart, root: str | None) -> str:
     """The path or pattern of a part's images. Raises ConfigError for a relative one without data.root."""
     path = os.path.expanduser(part.place)
@@ -316,11 +167,87 @@ def place_of(part: MixturePart, root: str | None) -> str:
     return os.path.join(os.path.expanduser(root or ""), path)
 
 
-def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImages:
-    try:
-        return open_files(place_of(part, root), cache_gib)
-    except DataError as error:
-        raise DataError(f"data.mixture: {part.place}: {error}") from None
+class Draws:
+    """Order of images from several parts, each with a share of every epoch; groups of a part are drawn equally often.
+
+    A part draws from its groups in turn, and a group draws all of its images, in a random order, before it repeats one.
+    So the counts of a part and of its groups are exact to one image an epoch, and after any epoch the images of a group
+    have been drawn equally often, to one.
+
+    Args:
+        shares: share of each part.
+        parts: (n,) int64, part of each image.
+        groups: (n,) int64, group of each image, numbered through part after part; -1 = never drawn.
+    """
+
+    def __init__(self, shares: Sequence[Fraction], parts: np.ndarray, groups: np.ndarray) -> None:
+        self._shares, self._groups = tuple(shares), groups
+        drawn = np.flatnonzero(groups >= 0)
+        self._sizes = np.bincount(groups[drawn])
+        part_of_group = np.zeros(len(self._sizes), np.int64)
+        part_of_group[groups[drawn]] = parts[drawn]
+        self._counts = np.bincount(part_of_group, minlength=len(shares))
+        self._part_of_group = part_of_group
+        self._place = np.arange(len(self._sizes)) - np.searchsorted(part_of_group, part_of_group)
+        self._drawn = drawn
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # loader processes receive the indices of their images
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(np.ascontiguousarray(self._groups).tobytes(), digest_size=16).hexdigest()
+
+    def counts(self, length: int) -> np.ndarray:
+        """Images of each part, (parts,) int64, in an epoch of `length`, by largest remainders."""
+        exact = [share * length for share in self._shares]
+        whole = [int(count) for count in exact]
+        rest = sorted(range(len(exact)), key=lambda part: (whole[part] - exact[part], part))
+        for part in rest[: length - sum(whole)]:
+            whole[part] += 1
+        return np.array(whole, np.int64)
+
+    def epoch(self, seed: int, epoch: int, length: int) -> Tensor:
+        """Images of an epoch in order, (length,) int64; the r-th repeat of image i is i + r * images."""
+        import torch
+
+        counts = self.counts(length)
+        times = self._drawn_until(seed, (epoch + 1) * counts) - self._drawn_until(seed, epoch * counts)
+        first = np.repeat(np.cumsum(times) - times, times)
+        repeats = np.arange(len(first)) - first
+        images = torch.from_numpy(np.repeat(self._drawn, times) + repeats * len(self._groups))
+        generator = torch.Generator().manual_seed(crop_seed(seed, epoch, _SHUFFLE) >> 1)
+        return images[torch.randperm(len(images), generator=generator)]
+
+    def _drawn_until(self, seed: int, counts: np.ndarray) -> np.ndarray:
+        """Times that each drawn image has been drawn once the parts have drawn `counts` images, (parts,)."""
+        begun = self._counts[self._part_of_group]
+        of_group = (counts[self._part_of_group] + begun - 1 - self._place) // begun  # group after group
+        passes, rest = np.divmod(of_group, self._sizes)
+        group = self._groups[self._drawn]
+        return passes[group] + (self._places_in_pass(seed, passes) < rest[group])
+
+    def _places_in_pass(self, seed: int, passes: np.ndarray) -> np.ndarray:
+        """Position of each drawn image in its group's order of pass number `passes`, (groups,)."""
+        import torch
+
+        group = self._groups[self._drawn]
+        start = crop_seed(seed, 0, _PASSES) - (1 << 63)
+        keys = mix(mix(torch.from_numpy(passes[group]) ^ start) ^ torch.from_numpy(self._drawn)).numpy()
+        order = np.lexsort((keys, group))
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order)) - (np.cumsum(self._sizes) - self._sizes)[group[order]]
+        return places
+
+
+def _nothing() -> None:
+    return None
+
+
+def draws_in(source: object) -> Draws | None:
+    """The `Draws` of a source, or None where all images are drawn equally often."""
+    draws = getattr(source, "draws", None)
+    return draws if isinstance(draws, Draws) else None
 
 
 def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
@@ -339,8 +266,6 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     for number, part in enumerate(parts):
         if not (groups[part_of == number] >= 0).any():
             raise ConfigError(f"data.balance {kind}: no image of {part.place} has one: leave data.balance out")
-    from dino_ds.data.masks import Draws  # imports torch, which takes long: a mistyped path is reported before
-
     draws = Draws([part.share for part in parts], part_of, groups)
     for part, count in zip(parts, draws.counts(len(source)), strict=True):
         if not count:

@@ -54,176 +54,6 @@ BLUR_REACH = 6
 _NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 
 
-def cut_crops(
-    image: EncodedImage | DecodedImage | CachedImage,
-    sampled: Sequence[CropParameters],
-    sizes: Sequence[int],
-    outputs: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """Crops (size, size, c) of an image: cut, resized and turned; in `outputs`, tensors of that shape, if given."""
-    boxes = [crop.box for crop in sampled]
-    with loading_range(DECODE):
-        array = image.decode(largest_shrink(boxes, sizes))
-    if array.shape[:2] != (image.height, image.width):
-        across, down = array.shape[1] / image.width, array.shape[0] / image.height
-        boxes = [shrunk_box(box, across, down) for box in boxes]
-    buffers = [None] * len(boxes) if outputs is None else outputs
-    with loading_range(CROP):
-        crops = [resize_crop(array, *each) for each in zip(boxes, sizes, buffers, strict=True)]
-    turned = [torch.rot90(crop, p.turns) if p.turns else crop for crop, p in zip(crops, sampled, strict=True)]
-    if outputs is None:
-        return turned
-    return [out if crop is out else out.copy_(crop) for out, crop in zip(outputs, turned, strict=True)]
-
-
-def resize_crop(image: np.ndarray, box: Box, size: int, output: Tensor | None = None) -> Tensor:
-    """The `box` (left, top, right, bottom) of an image (h, w, c) as (size, size, c), bicubic, antialiased; in `output`,
-    a tensor of that shape, if given.
-
-    uint8 stays uint8, float32 stays in [0, 1]. The filter is Pillow's; uint8 differs by a level or two of rounding.
-    Pixels stay interleaved, so that torch copies them neither before nor after.
-    """
-    left, top, right, bottom = box
-    # A batch of one image with all its strides: otherwise torch would not see that pixels are interleaved.
-    pixels = torch.from_numpy(np.ascontiguousarray(image[top:bottom, left:right])[None])
-    if pixels.shape[1:3] == (size, size):
-        return pixels[0] if output is None else output.copy_(pixels[0])
-    crop = torch.empty(size, size, image.shape[2], dtype=pixels.dtype) if output is None else output
-    out = crop[None].permute(0, 3, 1, 2)
-    torch._C._nn._upsample_bicubic2d_aa(pixels.permute(0, 3, 1, 2), (size, size), False, None, out=out)  # type: ignore[call-arg]
-    if crop.is_floating_point():
-        crop.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
-    return crop
-
-
-def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
-    """Largest factor (1, 2, 4 or 8) by which the image may be decoded smaller without enlarging a crop."""
-    spare = min(
-        min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
-    )
-    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
-
-
-def shrunk_box(box: Box, across: float, down: float) -> Box:
-    """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
-    left, top = round(box[0] * across), round(box[1] * down)
-    return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)
-
-
-class EvalCrop:
-    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize.
-
-    If an image's shorter side has at most `size` pixels, it is resized to `size` and not cut. Of an odd border, the
-    smaller half is cut at the left and the top, as in transformers; torchvision rounds half to even: from borders of 3,
-    7, 11, ... pixels it cuts one more there.
-    """
-
-    def __init__(self, size: int, normalization: Normalization) -> None:
-        self.size, self.channels, self._normalization = size, len(normalization.mean), normalization
-
-    def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
-        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
-        return _normalized(image, self._cut, self._normalization)
-
-    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Left, top, right and bottom of the kept part of an image, in its pixels."""
-        (wide, high), (left, top) = self._resized(width, height)
-        across, down = width / wide, height / high
-        return left * across, top * down, (left + self.size) * across, (top + self.size) * down
-
-    def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(width, height) of the resized image before the cut, and the upper left corner of the cut."""
-        short, long = sorted((width, height))
-        target = self.size if short <= self.size else int(self.size * 256 / 224)
-        other = int(target * long / short)
-        wide, high = (target, other) if width <= height else (other, target)
-        return (wide, high), ((wide - self.size) // 2, (high - self.size) // 2)
-
-    def _cut(self, image: Image.Image) -> Image.Image:
-        size, (x, y) = self._resized(*image.size)
-        if max(size) > _FLAT * self.size:
-            left, top, right, bottom = self.box(*image.size)
-            box = (left, top, min(right, image.width), min(bottom, image.height))
-            return image.resize((self.size, self.size), BICUBIC, box=box)
-        return image.resize(size, BICUBIC).crop((x, y, x + self.size, y + self.size))
-
-
-def _normalized(
-    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalization: Normalization
-) -> Tensor:
-    """Apply `cut` to an RGB image, or to each channel of (h, w, c), and normalize: (c, height, width) float32."""
-    if isinstance(image, Image.Image):
-        return to_tensor(cut(image), normalization)
-    planes = torch.from_numpy(
-        np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
-    )
-    pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
-    return normalization(pixels)
-
-
-@dataclass(frozen=True)
-class CropParameters:
-    """Random changes of a crop, in this order."""
-
-    box: Box
-    flip: bool
-    jitter: tuple[tuple[str, float], ...] = ()
-    """(operation, factor) in the order of application; empty = none"""
-    gray: bool = False
-    blur_radius: float | None = None
-    solarize: bool = False
-    turns: int = 0
-    """Turns by 90 degrees, counter-clockwise, after cropping and resizing; two and a flip mirror top to bottom."""
-
-
-@dataclass(frozen=True)
-class AugmentationParams:
-    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each.
-
-    Each jitter slot has four: the weights of the pixel, its gray and the crop's mean gray in a sum that is clamped, and
-    the hue shift in turns of the color circle. The others are: whether the crop is flipped, whether it is made gray,
-    the blur's standard deviation in pixels (0 = none), and whether the crop is solarized.
-    """
-
-    table: Tensor
-    """The rows, on the host."""
-    there: Tensor
-    """A copy of the rows on the device of the crops."""
-
-    @staticmethod
-    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
-        """Build the table of sampled crops; without saturation, hue and gray for channels other than RGB."""
-        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
-        return AugmentationParams(table, table)
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
-        """Return these parameters with their device copy moved by `move`."""
-        return AugmentationParams(self.table, move(self.there))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As plain bytes: a tensor would be sent through a file of shared memory.
-        return _from_array, (self.table.numpy(),)
-
-
-def _row(crop: CropParameters, rgb: bool) -> list[float]:
-    row = _NOTHING.copy()
-    for slot, (name, factor) in enumerate(crop.jitter):
-        if name == "brightness":
-            row[4 * slot] = factor
-        elif name == "contrast":
-            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
-        elif rgb and name == "saturation":
-            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
-        elif rgb:
-            row[4 * slot + 3] = factor
-    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
-    return row
-
-
-def _from_array(table: np.ndarray) -> AugmentationParams:
-    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
-
-
 class MultiCrop:
     """Cuts the crops of all groups from an image, augments and normalizes them.
 
@@ -314,39 +144,75 @@ class MultiCrop:
         )
 
 
-def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
-    """Cut and augment one crop (size x size pixels) of an RGB image."""
-    crop = image.crop(sampled.box).resize((size, size), BICUBIC)
-    if sampled.turns:
-        crop = crop.transpose(_ROTATIONS[sampled.turns - 1])
-    if sampled.flip:
-        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    for name, factor in sampled.jitter:
-        crop = _JITTER[name](crop, factor)
-    if sampled.gray:
-        crop = crop.convert("L").convert("RGB")
-    if sampled.blur_radius is not None:
-        crop = crop.filter(ImageFilter.GaussianBlur(sampled.blur_radius))
-    if sampled.solarize:
-        crop = ImageOps.solarize(crop, _SOLARIZE_THRESHOLD)
-    return crop
-
-
-def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
-    """RGB image -> (3, h, w) float32, normalized."""
-    pixels, levels = np.asarray(image), normalized_levels(normalization)
-    out = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
-    for channel in range(3):
-        np.take(levels[channel], pixels[:, :, channel], out=out[channel], mode="clip")
-    return torch.from_numpy(out)
-
-
 def _kind(group: CropGroup, number: int) -> int | None:
     """Index of a crop's probabilities in an Augmentation, or None if it is not augmented."""
     if not group.augmented:
         return None
     kinds = _KINDS[group.name]
     return kinds[min(number, len(kinds) - 1)]
+
+
+@dataclass(frozen=True)
+class CropParameters:
+    """Random changes of a crop, in this order."""
+
+    box: Box
+    flip: bool
+    jitter: tuple[tuple[str, float], ...] = ()
+    """(operation, factor) in the order of application; empty = none"""
+    gray: bool = False
+    blur_radius: float | None = None
+    solarize: bool = False
+    turns: int = 0
+    """Turns by 90 degrees, counter-clockwise, after cropping and resizing; two and a flip mirror top to bottom."""
+
+
+@dataclass(frozen=True)
+class AugmentationParams:
+    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each.
+
+    Each jitter slot has four: the weights of the pixel, its gray and the crop's mean gray in a sum that is clamped, and
+    the hue shift in turns of the color circle. The others are: whether the crop is flipped, whether it is made gray,
+    the blur's standard deviation in pixels (0 = none), and whether the crop is solarized.
+    """
+
+    table: Tensor
+    """The rows, on the host."""
+    there: Tensor
+    """A copy of the rows on the device of the crops."""
+
+    @staticmethod
+    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
+        """Build the table of sampled crops; without saturation, hue and gray for channels other than RGB."""
+        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
+        return AugmentationParams(table, table)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
+        """Return these parameters with their device copy moved by `move`."""
+        return AugmentationParams(self.table, move(self.there))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As plain bytes: a tensor would be sent through a file of shared memory.
+        return _from_array, (self.table.numpy(),)
+
+
+def _row(crop: CropParameters, rgb: bool) -> list[float]:
+    row = _NOTHING.copy()
+    for slot, (name, factor) in enumerate(crop.jitter):
+        if name == "brightness":
+            row[4 * slot] = factor
+        elif name == "contrast":
+            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
+        elif rgb and name == "saturation":
+            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
+        elif rgb:
+            row[4 * slot + 3] = factor
+    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
+    return row
+
+
+def _from_array(table: np.ndarray) -> AugmentationParams:
+    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
 
 
 def sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> Box:
@@ -376,6 +242,80 @@ def _sample_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tupl
     return tuple((name, factor) for name, factor in drawn if strengths[name])
 
 
+def cut_crops(
+    image: EncodedImage | DecodedImage | CachedImage,
+    sampled: Sequence[CropParameters],
+    sizes: Sequence[int],
+    outputs: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Crops (size, size, c) of an image: cut, resized and turned; in `outputs`, tensors of that shape, if given."""
+    boxes = [crop.box for crop in sampled]
+    with loading_range(DECODE):
+        array = image.decode(largest_shrink(boxes, sizes))
+    if array.shape[:2] != (image.height, image.width):
+        across, down = array.shape[1] / image.width, array.shape[0] / image.height
+        boxes = [shrunk_box(box, across, down) for box in boxes]
+    buffers = [None] * len(boxes) if outputs is None else outputs
+    with loading_range(CROP):
+        crops = [resize_crop(array, *each) for each in zip(boxes, sizes, buffers, strict=True)]
+    turned = [torch.rot90(crop, p.turns) if p.turns else crop for crop, p in zip(crops, sampled, strict=True)]
+    if outputs is None:
+        return turned
+    return [out if crop is out else out.copy_(crop) for out, crop in zip(outputs, turned, strict=True)]
+
+
+def resize_crop(image: np.ndarray, box: Box, size: int, output: Tensor | None = None) -> Tensor:
+    """The `box` (left, top, right, bottom) of an image (h, w, c) as (size, size, c), bicubic, antialiased; in `output`,
+    a tensor of that shape, if given.
+
+    uint8 stays uint8, float32 stays in [0, 1]. The filter is Pillow's; uint8 differs by a level or two of rounding.
+    Pixels stay interleaved, so that torch copies them neither before nor after.
+    """
+    left, top, right, bottom = box
+    # A batch of one image with all its strides: otherwise torch would not see that pixels are interleaved.
+    pixels = torch.from_numpy(np.ascontiguousarray(image[top:bottom, left:right])[None])
+    if pixels.shape[1:3] == (size, size):
+        return pixels[0] if output is None else output.copy_(pixels[0])
+    crop = torch.empty(size, size, image.shape[2], dtype=pixels.dtype) if output is None else output
+    out = crop[None].permute(0, 3, 1, 2)
+    torch._C._nn._upsample_bicubic2d_aa(pixels.permute(0, 3, 1, 2), (size, size), False, None, out=out)  # type: ignore[call-arg]
+    if crop.is_floating_point():
+        crop.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
+    return crop
+
+
+def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
+    """Largest factor (1, 2, 4 or 8) by which the image may be decoded smaller without enlarging a crop."""
+    spare = min(
+        min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
+    )
+    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
+
+
+def shrunk_box(box: Box, across: float, down: float) -> Box:
+    """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
+    left, top = round(box[0] * across), round(box[1] * down)
+    return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)
+
+
+def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
+    """Cut and augment one crop (size x size pixels) of an RGB image."""
+    crop = image.crop(sampled.box).resize((size, size), BICUBIC)
+    if sampled.turns:
+        crop = crop.transpose(_ROTATIONS[sampled.turns - 1])
+    if sampled.flip:
+        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    for name, factor in sampled.jitter:
+        crop = _JITTER[name](crop, factor)
+    if sampled.gray:
+        crop = crop.convert("L").convert("RGB")
+    if sampled.blur_radius is not None:
+        crop = crop.filter(ImageFilter.GaussianBlur(sampled.blur_radius))
+    if sampled.solarize:
+        crop = ImageOps.solarize(crop, _SOLARIZE_THRESHOLD)
+    return crop
+
+
 def _shift_hue(image: Image.Image, turns: float) -> Image.Image:
     """Shift Pillow's 8-bit hue by `turns` of the color circle, -0.5 to 0.5."""
     hue, saturation, value = image.convert("HSV").split()
@@ -390,3 +330,63 @@ _JITTER: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "saturation": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
     "hue": _shift_hue,
 }
+
+
+def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
+    """RGB image -> (3, h, w) float32, normalized."""
+    pixels, levels = np.asarray(image), normalized_levels(normalization)
+    out = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
+    for channel in range(3):
+        np.take(levels[channel], pixels[:, :, channel], out=out[channel], mode="clip")
+    return torch.from_numpy(out)
+
+
+class EvalCrop:
+    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize.
+
+    If an image's shorter side has at most `size` pixels, it is resized to `size` and not cut. Of an odd border, the
+    smaller half is cut at the left and the top, as in transformers; torchvision rounds half to even: from borders of 3,
+    7, 11, ... pixels it cuts one more there.
+    """
+
+    def __init__(self, size: int, normalization: Normalization) -> None:
+        self.size, self.channels, self._normalization = size, len(normalization.mean), normalization
+
+    def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
+        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
+        return _normalized(image, self._cut, self._normalization)
+
+    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """Left, top, right and bottom of the kept part of an image, in its pixels."""
+        (wide, high), (left, top) = self._resized(width, height)
+        across, down = width / wide, height / high
+        return left * across, top * down, (left + self.size) * across, (top + self.size) * down
+
+    def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(width, height) of the resized image before the cut, and the upper left corner of the cut."""
+        short, long = sorted((width, height))
+        target = self.size if short <= self.size else int(self.size * 256 / 224)
+        other = int(target * long / short)
+        wide, high = (target, other) if width <= height else (other, target)
+        return (wide, high), ((wide - self.size) // 2, (high - self.size) // 2)
+
+    def _cut(self, image: Image.Image) -> Image.Image:
+        size, (x, y) = self._resized(*image.size)
+        if max(size) > _FLAT * self.size:
+            left, top, right, bottom = self.box(*image.size)
+            box = (left, top, min(right, image.width), min(bottom, image.height))
+            return image.resize((self.size, self.size), BICUBIC, box=box)
+        return image.resize(size, BICUBIC).crop((x, y, x + self.size, y + self.size))
+
+
+def _normalized(
+    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalization: Normalization
+) -> Tensor:
+    """Apply `cut` to an RGB image, or to each channel of (h, w, c), and normalize: (c, height, width) float32."""
+    if isinstance(image, Image.Image):
+        return to_tensor(cut(image), normalization)
+    planes = torch.from_numpy(
+        np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
+    )
+    pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
+    return normalization(pixels)

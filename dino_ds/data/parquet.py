@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from dino_ds.basics.files import is_url
-from dino_ds.data.classes import by_name, note_unnamed, partitions
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.images import UnreadableImage, find_placeholder
-from dino_ds.data.listing import LABEL_NAMES, Labels, printable
+from dino_ds.data.listing import LABEL_NAMES, Labels, by_name, note_unnamed, partitions, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError, one_line
 

@@ -1,9 +1,5 @@
-"""Pieces of files in buckets and on web servers: asked for together, checked, read as files, and kept on a disk that
-the processes of a machine share, up to a size.
-
-Each remote file has a sparse file there, in which a piece lies where it lies in the remote file. Behind the end is a
-mark for each piece, its length and CRC-32, which is written last and compared at each read: what a killed process has
-left half is fetched again, and no process waits for another.
+"""Files in buckets and on web servers: found, read in pieces that are asked for together and checked, and kept on a
+disk that the processes of a machine share.
 """
 
 from __future__ import annotations
@@ -42,100 +38,6 @@ _ASKED = 8
 """Files of a folder that are asked for one by one; more are listed."""
 _WINDOW, _MOST_AT_ONCE = 4 << 20, 1 << 30
 """Bytes of a request where a file is read from end to end, and most that a library may ask for at once."""
-
-
-class FilePiece(NamedTuple):
-    """Bytes of a remote file that has `size` and a `tag` of its content, 0 if its server gives none; a `length` of -1
-    is the whole of any file. `checksum`: CRC-32 of the bytes by an index, or -1."""
-
-    url: str
-    size: int = -1
-    tag: int = 0
-    begin: int = 0
-    length: int = -1
-    checksum: int = -1
-
-    def fits(self, data: bytes, state: list[int]) -> bool:
-        """Whether `data`, from a file with the size and tag `state`, is this piece."""
-        return zlib.crc32(data) == self.checksum if self.checksum >= 0 else state == [self.size, self.tag]
-
-    def is_in(self, other: FilePiece) -> bool:
-        """Whether another piece is this one, or has all its bytes."""
-        inside = 0 <= self.begin - other.begin <= other.length - self.length
-        return self == other or (self[:3] == other[:3] and self.length >= 0 and inside)
-
-
-class RemoteCache:
-    """At most `size` bytes of pieces, of all images and runs together.
-
-    The files of a run's images stay: where an epoch does not fit, a part that stays saves more than the latest pieces,
-    which come last in the next epoch. Files of other images go, the least recently used first.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size, self.folder = size, os.path.join(cache_folder(), "remote")
-        self._counter = os.path.join(self.folder, "used")
-
-    def make_room(self, files: list[FilePiece], needed: int) -> None:
-        """Remove other files than these until `needed` bytes of them fit. Raises ConfigError."""
-        ours = {os.path.basename(self._path(file)) for file in files}
-        try:
-            os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            with open(self._counter, "a+b") as counter:
-                fcntl.flock(counter, fcntl.LOCK_EX)
-                parts = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".part")]
-                entries = [entry for entry in parts if entry.is_file()]
-                used = {entry: 512 * entry.stat().st_blocks for entry in entries}
-                total, ahead = sum(used.values()), needed - sum(used[one] for one in entries if one.name in ours)
-                for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
-                    if entry.name not in ours and total + max(ahead, 0) > self.size:
-                        os.unlink(entry)
-                        total -= used[entry]
-                counter.truncate(0)
-                counter.write(total.to_bytes(8, "little"))
-        except OSError as error:
-            what = f"data.remote_cache_gib: nothing can be kept in {self.folder} ({error.strerror})"
-            raise ConfigError(f"{what}: set DINO_DS_CACHE to a folder with room") from None
-
-    def get(self, piece: FilePiece) -> bytes | None:
-        with suppress(OSError, struct.error):
-            file = _opened(self._path(piece))
-            length, checksum = _MARK.unpack(os.pread(file.fileno(), _MARK.size, _mark_place(piece)))
-            if length == piece.length:
-                data = os.pread(file.fileno(), length, piece.begin)
-                return data if zlib.crc32(data) == checksum else None
-        return None
-
-    def put(self, piece: FilePiece, data: bytes) -> None:
-        """Keep a piece, if there is room; a full disk is none."""
-        with suppress(OSError):
-            if self._take(-(-len(data) // _PAGE + 1) * _PAGE):
-                file = _opened(self._path(piece))
-                os.pwrite(file.fileno(), data, piece.begin)
-                os.pwrite(file.fileno(), _MARK.pack(len(data), zlib.crc32(data)), _mark_place(piece))
-
-    def _take(self, size: int) -> bool:
-        with open(self._counter, "r+b", buffering=0) as counter:
-            fcntl.flock(counter, fcntl.LOCK_EX)
-            used = int.from_bytes(counter.read(8), "little") + size
-            if used <= self.size:
-                os.pwrite(counter.fileno(), used.to_bytes(8, "little"), 0)
-            return used <= self.size
-
-    def _path(self, piece: FilePiece) -> str:
-        name = hashlib.sha256(f"{FORMAT}\n{piece.url}\n{piece.size}\n{piece.tag}".encode()).hexdigest()[:32]
-        return os.path.join(self.folder, f"{name}.part")
-
-
-def _mark_place(piece: FilePiece) -> int:
-    return -(-piece.size // _PAGE) * _PAGE + _MARK.size * (piece.begin // _PER_MARK)
-
-
-@functools.lru_cache(maxsize=_OPEN_FILES)
-def _opened(path: str) -> io.FileIO:
-    file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
-    os.utime(path)
-    return file
 
 
 def find_files(pattern: str) -> dict[str, list[int]]:
@@ -177,6 +79,13 @@ def _list(url: str, find: Callable[[], Awaitable[list[dict[str, Any]]]]) -> dict
     return {name: state_of(facts) for name, facts in sorted(named.items()) if facts["type"] != "directory"}
 
 
+def is_there(url: str) -> bool:
+    """Whether an address names a file just as it is written, with any * or [ in it. Raises DataError."""
+    with suppress(Refusal):
+        return url in known_states([url])
+    return False
+
+
 def known_states(urls: Sequence[str]) -> dict[str, list[int]]:
     """Size and tag of those files that are there; those of a bucket's folder come by listing it. Raises DataError."""
     folders = Counter(map(os.path.dirname, urls))
@@ -206,11 +115,47 @@ def find_states(urls: Sequence[str]) -> list[list[int]]:
     return [known[url] for url in urls]
 
 
-def is_there(url: str) -> bool:
-    """Whether an address names a file just as it is written, with any * or [ in it. Raises DataError."""
-    with suppress(Refusal):
-        return url in known_states([url])
-    return False
+def remote_with_room(
+    urls: Sequence[str], states: Sequence[Sequence[int]], needed: int, gib: float
+) -> tuple[Remote, list[str]]:
+    """The way to `needed` bytes of files, with a cache of `gib`; and lines for the log: how much of them stays, and
+    where changes can't be noticed."""
+    notes = list[str]()
+    if untagged := [url for url, (_, tag) in zip(urls, states, strict=True) if not tag]:
+        notes.append(
+            f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {len(untagged)} of "
+            f"{len(urls)} files: changes of equal size can't be noticed there, and nothing is kept for other runs"
+        )
+    amount = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
+    if not gib:
+        return Remote(), [*notes, f"{amount} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
+    cache = RemoteCache(int(gib * 2**30))
+    cache.make_room([FilePiece(url, *state) for url, state in zip(urls, states, strict=True)], needed)
+    return Remote(cache), [
+        *notes,
+        f"{amount}: {min(1, cache.size / max(needed, 1)):.0%} of them stay in {cache.folder}",
+    ]
+
+
+class FilePiece(NamedTuple):
+    """Bytes of a remote file that has `size` and a `tag` of its content, 0 if its server gives none; a `length` of -1
+    is the whole of any file. `checksum`: CRC-32 of the bytes by an index, or -1."""
+
+    url: str
+    size: int = -1
+    tag: int = 0
+    begin: int = 0
+    length: int = -1
+    checksum: int = -1
+
+    def fits(self, data: bytes, state: list[int]) -> bool:
+        """Whether `data`, from a file with the size and tag `state`, is this piece."""
+        return zlib.crc32(data) == self.checksum if self.checksum >= 0 else state == [self.size, self.tag]
+
+    def is_in(self, other: FilePiece) -> bool:
+        """Whether another piece is this one, or has all its bytes."""
+        inside = 0 <= self.begin - other.begin <= other.length - self.length
+        return self == other or (self[:3] == other[:3] and self.length >= 0 and inside)
 
 
 class Remote:
@@ -259,25 +204,6 @@ class Remote:
         return begin(_fetch(group, self._cache, self._seconds))
 
 
-def remote_with_room(
-    urls: Sequence[str], states: Sequence[Sequence[int]], needed: int, gib: float
-) -> tuple[Remote, list[str]]:
-    """The way to `needed` bytes of files, with a cache of `gib`; and lines for the log: how much of them stays, and
-    where changes can't be noticed."""
-    notes = list[str]()
-    if untagged := [url for url, (_, tag) in zip(urls, states, strict=True) if not tag]:
-        notes.append(
-            f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {len(untagged)} of "
-            f"{len(urls)} files: changes of equal size can't be noticed there, and nothing is kept for other runs"
-        )
-    what = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
-    if not gib:
-        return Remote(), [*notes, f"{what} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
-    cache = RemoteCache(int(gib * 2**30))
-    cache.make_room([FilePiece(url, *state) for url, state in zip(urls, states, strict=True)], needed)
-    return Remote(cache), [*notes, f"{what}: {min(1, cache.size / max(needed, 1)):.0%} of them stay in {cache.folder}"]
-
-
 def _together(pieces: list[FilePiece]) -> list[list[FilePiece]]:
     """Pieces in groups of neighbors, each of which is one request."""
     groups = list[list[FilePiece]]()
@@ -297,14 +223,20 @@ async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: flo
         return {last: (await retried(url, lambda: get(url), seconds))[0]}
     with suppress(FileNotFoundError):
         data, state = await retried(url, lambda: get(url, first, last.begin + last.length), seconds)
-        found = {piece: data[piece.begin - first :][: piece.length] for piece in group}
-        if all(piece.fits(part, state) for piece, part in found.items()):
+        parts = {piece: data[piece.begin - first :][: piece.length] for piece in group}
+        if all(piece.fits(part, state) for piece, part in parts.items()):
             if cache and tag:
-                for piece, part in found.items():
+                for piece, part in parts.items():
                     cache.put(piece, part)
-            return found
+            return parts
     listed = "when its images were listed: put it back" if checksum < 0 else "index.jsonl says: copy that there again"
     raise DataError(f"{printable(url)} is gone or is another file than {listed}, or start anew")
+
+
+def open_remote(remote: Remote, url: str, state: Sequence[int], window: int = _WINDOW) -> Any:
+    """A remote file for libraries that read files; at least `window` bytes are fetched at a time."""
+    file = _RemoteFile(remote, url, state)
+    return io.BufferedReader(file, window) if window else file
 
 
 class _RemoteFile(io.RawIOBase):
@@ -332,7 +264,77 @@ class _RemoteFile(io.RawIOBase):
         return length
 
 
-def open_remote(remote: Remote, url: str, state: Sequence[int], window: int = _WINDOW) -> Any:
-    """A remote file for libraries that read files; at least `window` bytes are fetched at a time."""
-    file = _RemoteFile(remote, url, state)
-    return io.BufferedReader(file, window) if window else file
+class RemoteCache:
+    """At most `size` bytes of pieces, of all images and runs together.
+
+    Each remote file has a sparse file here, in which a piece lies where it lies in the remote file. Behind the end is a
+    mark for each piece, its length and CRC-32, which is written last and compared at each read: what a killed process
+    has left half is fetched again, and no process waits for another.
+    The files of a run's images stay: where an epoch does not fit, a part that stays saves more than the latest pieces,
+    which come last in the next epoch. Files of other images go, the least recently used first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.folder = size, os.path.join(cache_folder(), "remote")
+        self._counter = os.path.join(self.folder, "used")
+
+    def make_room(self, files: list[FilePiece], needed: int) -> None:
+        """Remove other files than these until `needed` bytes of them fit. Raises ConfigError."""
+        ours = {os.path.basename(self._path(file)) for file in files}
+        try:
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            with open(self._counter, "a+b") as counter:
+                fcntl.flock(counter, fcntl.LOCK_EX)
+                parts = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".part")]
+                entries = [entry for entry in parts if entry.is_file()]
+                used = {entry: 512 * entry.stat().st_blocks for entry in entries}
+                total, ahead = sum(used.values()), needed - sum(used[entry] for entry in entries if entry.name in ours)
+                for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
+                    if entry.name not in ours and total + max(ahead, 0) > self.size:
+                        os.unlink(entry)
+                        total -= used[entry]
+                counter.truncate(0)
+                counter.write(total.to_bytes(8, "little"))
+        except OSError as error:
+            problem = f"nothing can be kept in {self.folder} ({error.strerror})"
+            raise ConfigError(f"data.remote_cache_gib: {problem}: set DINO_DS_CACHE to a folder with room") from None
+
+    def get(self, piece: FilePiece) -> bytes | None:
+        with suppress(OSError, struct.error):
+            file = _opened(self._path(piece))
+            length, checksum = _MARK.unpack(os.pread(file.fileno(), _MARK.size, _mark_place(piece)))
+            if length == piece.length:
+                data = os.pread(file.fileno(), length, piece.begin)
+                return data if zlib.crc32(data) == checksum else None
+        return None
+
+    def put(self, piece: FilePiece, data: bytes) -> None:
+        """Keep a piece, if there is room; a full disk is none."""
+        with suppress(OSError):
+            if self._take(-(-len(data) // _PAGE + 1) * _PAGE):
+                file = _opened(self._path(piece))
+                os.pwrite(file.fileno(), data, piece.begin)
+                os.pwrite(file.fileno(), _MARK.pack(len(data), zlib.crc32(data)), _mark_place(piece))
+
+    def _take(self, size: int) -> bool:
+        with open(self._counter, "r+b", buffering=0) as counter:
+            fcntl.flock(counter, fcntl.LOCK_EX)
+            used = int.from_bytes(counter.read(8), "little") + size
+            if used <= self.size:
+                os.pwrite(counter.fileno(), used.to_bytes(8, "little"), 0)
+            return used <= self.size
+
+    def _path(self, piece: FilePiece) -> str:
+        name = hashlib.sha256(f"{FORMAT}\n{piece.url}\n{piece.size}\n{piece.tag}".encode()).hexdigest()[:32]
+        return os.path.join(self.folder, f"{name}.part")
+
+
+def _mark_place(piece: FilePiece) -> int:
+    return -(-piece.size // _PAGE) * _PAGE + _MARK.size * (piece.begin // _PER_MARK)
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def _opened(path: str) -> io.FileIO:
+    file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+    os.utime(path)
+    return file

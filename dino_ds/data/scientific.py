@@ -1,5 +1,5 @@
-"""The contract of readers for image files that Pillow can't read in full, and these readers: NumPy arrays, TIFFs with
-more bands than colors or numbers of any type, and the rescaled values of DICOM files with one frame.
+"""Readers of image files that Pillow can't read in full: NumPy arrays, TIFFs with more bands than colors or numbers of
+any type, and DICOM files with one frame.
 """
 
 from __future__ import annotations

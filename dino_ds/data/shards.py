@@ -14,11 +14,19 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.basics.files import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
-from dino_ds.data.classes import archive_key, join_classes, note_unnamed
 from dino_ds.data.decode import EXTENSIONS, note_left_out
-from dino_ds.data.encoded import MAX_BYTES, ListedImages, size_and_time
+from dino_ds.data.encoded import MAX_BYTES, ListedImages, archive_key, size_and_time
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
+from dino_ds.data.listing import (
+    Contents,
+    FolderLabels,
+    Listing,
+    Packer,
+    join_classes,
+    label_arrays,
+    note_unnamed,
+    printable,
+)
 from dino_ds.data.remote import FilePiece, Remote, find_states, known_states, open_remote, remote_with_room
 from dino_ds.data.remote_request import Refusal
 from dino_ds.data.tar_members import IndexedMembers, Members

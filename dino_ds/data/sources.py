@@ -1,6 +1,5 @@
-"""Opens a recipe's source of images: the user's files or class, torchvision's datasets, the package's photographs;
-holds a part of it out of training, by a hash of names; and describes it in a few kilobytes, from which a resumed run or
-command tells what has changed.
+"""Opens a recipe's source of images, holds a part of it out of training, and describes it in a few kilobytes, from
+which a later start tells what has changed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from dino_ds.basics.seeds import seed_generators
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
+from dino_ds.data.datasets import PhotoPatches, TorchvisionImages
 from dino_ds.data.images import Joined, Source, evenly_spaced_indices, prepare_images
 from dino_ds.data.images import UnreadableImage as UnreadableImage  # classes of users import it from here
-from dino_ds.data.masks import draws_in
-from dino_ds.data.mixture import Mixture, PhotoPatches, TorchvisionImages, draws_of
+from dino_ds.data.mixture import Mixture, draws_in, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
@@ -44,6 +43,223 @@ _METHODS = ("__len__", "load", "name")
 _READ_TWICE = 8
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
 """Optional methods of a source that take an image's index."""
+
+
+def training_images(data: DataSection, share: float) -> Source:
+    """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError."""
+    if not share:
+        return training_source(data)
+    if data.mixture or data.balance != "none":
+        raise ConfigError(
+            "eval.val_share is for one source whose images are drawn equally often, not for data."
+            f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
+        )
+    return split_off(recipe_images(data), data.root, share)[0]
+
+
+def held_out_images(recipe: Recipe, train: Source) -> Source | None:
+    """Open the images of the held-out loss; `train` are the recipe's `training_images`. None without that loss. Raises
+    DataError."""
+    root, data = recipe.eval.val_root, recipe.data
+    if isinstance(train, Part) and recipe.eval.val_share:
+        return train.others
+    return None if root is None else build_source(data.source, root, "train", data.download, data.remote_cache_gib)
+
+
+def labeled_test(train: Source) -> Part | None:
+    """Labeled test images: held-out images of classes in `train`; None for fewer than two classes."""
+    if not isinstance(train, Part) or train.labels is None or train.others.labels is None:
+        return None
+    labels = np.asarray(train.others.labels)
+    known = (labels >= 0) & np.isin(labels, train.labels)
+    return train.others.some(known) if len(np.unique(labels[known])) > 1 else None
+
+
+def training_source(data: DataSection) -> Source:
+    """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
+
+    Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
+    """
+    source: Any = recipe_images(data)
+    draws, notes = draws_of(source, data.balance)
+    if draws is not None:
+        source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
+    return source
+
+
+def recipe_images(data: DataSection) -> Source:
+    """Open the images of a recipe, one source or a mixture. Raises what `build_source` and `Mixture` do."""
+    if not data.mixture:
+        return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
+    if data.source != "folder":
+        raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
+    return Mixture(data.parts, data.root, data.remote_cache_gib)
+
+
+def build_source(
+    source: str, root: str | None, split: Literal["train", "test"], download: bool, cache_gib: float = 0.0
+) -> Source:
+    """Open the images of one split; a user's files or class have no splits and are returned whole.
+
+    cache_gib: disk space for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source,
+    a class that is not a source, or a root beside the photographs.
+    """
+    if ":" in source:
+        return _build_own(source, root)
+    check_photos(source, root)
+    if source == "photos":
+        return PhotoPatches(split)
+    if source not in SOURCES:
+        near = did_you_mean(source, SOURCES)
+        raise ConfigError(
+            f"data.source '{source}' is unknown; allowed are {', '.join(SOURCES)}, or a class as module:Class.{near}"
+        )
+    if root is None:
+        content = "holds the images" if source == "folder" else f"keeps {source}"
+        raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {content}")
+    if source == "folder":
+        return open_files(root, cache_gib)
+    return TorchvisionImages(source, root, split, download)
+
+
+def _build_own(path: str, root: str | None) -> Any:
+    """Build and check `Class(root)` for `module:Class`, a module on Python's path or in the current folder.
+
+    `labels` and `classes` default to None. Raises ConfigError for a class that can't be found or is not a source,
+    DataError for one that can't be built from `root`, can't be pickled or has no images.
+    """
+    source_class: type = find_own("data.source", path, "class", inspect.isclass)
+    missing_methods = [method for method in _METHODS if not callable(getattr(source_class, method, None))]
+    if missing_methods:
+        # Checked before the class is called: a recipe must not be able to call just any class of a library.
+        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
+    try:
+        source = source_class(root)
+        for name in ("labels", "classes"):
+            if not hasattr(source, name):
+                setattr(source, name, None)
+        images = len(source)
+        names = [source.name(index) for index in (0, images - 1)] if images > 0 else []
+    except UserError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path} can't be built from data.root {root}: {type(error).__name__}: {one_line(error)}"
+        ) from error
+    if images < 1:
+        raise DataError(f"{path} has no images with data.root {root}")
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigError(
+            f"{path}.name gave {one_line(repr(wrong[0]))}; it must give a text, the image's name in messages"
+        )
+    if source.labels is not None and (source.classes is None or len(source.labels) != images):
+        raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
+    labels, most = np.asarray([] if source.labels is None else source.labels), len(source.classes or ()) - 1
+    if len(labels) and (labels.dtype.kind not in "iu" or labels.min() < -1 or labels.max() > most):
+        raise ConfigError(
+            f"{path}.labels must be whole numbers, the place of each image's class in {path}.classes (0 to {most}), or "
+            "-1 for none"
+        )
+    try:
+        pickle.dumps(source)
+    except Exception as error:
+        raise DataError(
+            f"{path} can't be sent to loader processes ({type(error).__name__}: {one_line(error)}): open files and "
+            "connections in load, not in __init__"
+        ) from error
+    return source
+
+
+def draws_of_its_own(source: Source) -> list[str]:
+    """A line if a user's class gives other images when it reads the first ones again with the same seeds: its random
+    numbers can't be drawn again. Images that can't be read are left to training."""
+    if not is_own(getattr(source, "whole", source)):
+        return []
+    read, readings = getattr(source, "read", source.load), list[list[bytes]]()
+    with suppress(Exception):  # of any kind: the class is a user's
+        for _ in range(2):
+            seed_generators(0)
+            readings.append([np.asarray(read(index)).tobytes() for index in range(min(_READ_TWICE, len(source)))])
+    if len(readings) < 2 or readings[0] == readings[1]:
+        return []
+    return [
+        "a resume can't be exact: data.source gives other images when it reads them again: let it draw from "
+        "random, numpy.random or torch, which are seeded for each image, not from a generator of its own"
+    ]
+
+
+def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
+    """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
+    whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
+    of the first that is no link. Raises DataError if a side is empty.
+    """
+    hashes = (
+        hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
+        for i in range(len(source))
+    )
+    values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
+    values = values[_first_names(source)]
+    held_out = values < np.uint64(int(share * 2**64))
+    parts = Part(source, np.flatnonzero(~held_out)), Part(source, np.flatnonzero(held_out))
+    if not all(map(len, parts)):
+        raise DataError(
+            f"eval.val_share {share:g} of {len(source)} images holds {len(parts[1])} out and leaves {len(parts[0])}: "
+            "give another share, or images of their own with eval.val_root"
+        )
+    parts[0].others = parts[1]
+    held = f"eval.val_share {share:g}: {len(parts[1])} of {len(source)} images are held out, and not trained on"
+    parts[0].notes = [*getattr(source, "notes", ()), held]
+    return parts
+
+
+def _first_names(source: Source) -> np.ndarray:
+    """For each image the index of the first name of its file, (n,): the first that is no link, or else the first."""
+    keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
+    of_file, counts = np.unique(keys, return_inverse=True, return_counts=True)[1:]
+    if len(counts) == len(keys):
+        return np.arange(len(keys))
+    is_link = np.zeros(len(keys), bool)
+    for index in np.flatnonzero(counts[of_file] > 1).tolist():
+        is_link[index] = os.path.realpath(source.name(index)) != source.name(index)
+    order = np.lexsort((is_link, of_file))
+    return order[np.searchsorted(of_file[order], of_file)]
+
+
+class Part:
+    """Some images of a source, with all attributes and methods of that source."""
+
+    others: Part
+    """The rest of the images."""
+    notes: list[str]
+
+    def __init__(self, whole: Source, indices: np.ndarray) -> None:
+        self.whole, self._indices = whole, indices
+        self.classes = whole.classes
+        labels = whole.labels
+        self.labels: Sequence[int] | None = None if labels is None else np.asarray(labels)[indices].tolist()
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def some(self, chosen: np.ndarray) -> Part:
+        """Return the part of these images for which the mask `chosen` is true."""
+        return Part(self.whole, self._indices[chosen])
+
+    def load(self, index: int) -> Any:
+        return self.whole.load(int(self._indices[index]))
+
+    def name(self, index: int) -> str:
+        return self.whole.name(int(self._indices[index]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("whole", "others", "notes"):  # asked for while unpickling
+            raise AttributeError(name)
+        value = getattr(self.whole, name)
+        if name == "file_keys":
+            return lambda: value()[self._indices]
+        if name == "prepare":
+            return lambda indices, seconds=None: value(self._indices[indices].tolist(), seconds)
+        return (lambda index: value(int(self._indices[index]))) if name in _FORWARDED else value
 
 
 @dataclass(frozen=True)
@@ -80,7 +296,7 @@ class ImageSet:
         chosen = heapq.nsmallest(_SAMPLE, hashes())
         sizes = {value: _size(source, index) for value, index in chosen}
         joined = source.joined if isinstance(source, Joined) else ()
-        parts = {place: ImageSet.of(part, None) for place, part in joined}
+        parts = {path: ImageSet.of(part, None) for path, part in joined}
         draws = draws_in(source)
         groups = "" if draws is None else draws.digest
         contents = _contents(source, chosen[:_READ])
@@ -227,220 +443,3 @@ def _known(ask: Callable[[int], int] | None, index: int) -> int:
         return int(ask(index)) if ask else _NO_SIZE
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return _NO_SIZE
-
-
-def training_source(data: DataSection) -> Source:
-    """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
-
-    Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
-    """
-    source: Any = recipe_images(data)
-    draws, notes = draws_of(source, data.balance)
-    if draws is not None:
-        source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
-    return source
-
-
-def recipe_images(data: DataSection) -> Source:
-    """Open the images of a recipe, one source or a mixture. Raises what `build_source` and `Mixture` do."""
-    if not data.mixture:
-        return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
-    if data.source != "folder":
-        raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, data.remote_cache_gib)
-
-
-def build_source(
-    source: str, root: str | None, split: Literal["train", "test"], download: bool, cache_gib: float = 0.0
-) -> Source:
-    """Open the images of one split; a user's files or class have no splits and are returned whole.
-
-    cache_gib: disk space for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source,
-    a class that is not a source, or a root beside the photographs.
-    """
-    if ":" in source:
-        return _build_own(source, root)
-    check_photos(source, root)
-    if source == "photos":
-        return PhotoPatches(split)
-    if source not in SOURCES:
-        near = did_you_mean(source, SOURCES)
-        raise ConfigError(
-            f"data.source '{source}' is unknown; allowed are {', '.join(SOURCES)}, or a class as module:Class.{near}"
-        )
-    if root is None:
-        content = "holds the images" if source == "folder" else f"keeps {source}"
-        raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {content}")
-    if source == "folder":
-        return open_files(root, cache_gib)
-    return TorchvisionImages(source, root, split, download)
-
-
-def _build_own(path: str, root: str | None) -> Any:
-    """Build and check `Class(root)` for `module:Class`, a module on Python's path or in the current folder.
-
-    `labels` and `classes` default to None. Raises ConfigError for a class that can't be found or is not a source,
-    DataError for one that can't be built from `root`, can't be pickled or has no images.
-    """
-    source_class: type = find_own("data.source", path, "class", inspect.isclass)
-    missing_methods = [method for method in _METHODS if not callable(getattr(source_class, method, None))]
-    if missing_methods:
-        # Checked before the class is called: a recipe must not be able to call just any class of a library.
-        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
-    try:
-        source = source_class(root)
-        for name in ("labels", "classes"):
-            if not hasattr(source, name):
-                setattr(source, name, None)
-        images = len(source)
-        names = [source.name(index) for index in (0, images - 1)] if images > 0 else []
-    except UserError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{path} can't be built from data.root {root}: {type(error).__name__}: {one_line(error)}"
-        ) from error
-    if images < 1:
-        raise DataError(f"{path} has no images with data.root {root}")
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(
-            f"{path}.name gave {one_line(repr(wrong[0]))}; it must give a text, the image's name in messages"
-        )
-    if source.labels is not None and (source.classes is None or len(source.labels) != images):
-        raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
-    labels, most = np.asarray([] if source.labels is None else source.labels), len(source.classes or ()) - 1
-    if len(labels) and (labels.dtype.kind not in "iu" or labels.min() < -1 or labels.max() > most):
-        raise ConfigError(
-            f"{path}.labels must be whole numbers, the place of each image's class in {path}.classes (0 to {most}), or "
-            "-1 for none"
-        )
-    try:
-        pickle.dumps(source)
-    except Exception as error:
-        raise DataError(
-            f"{path} can't be sent to loader processes ({type(error).__name__}: {one_line(error)}): open files and "
-            "connections in load, not in __init__"
-        ) from error
-    return source
-
-
-def draws_of_its_own(source: Source) -> list[str]:
-    """A line if a user's class gives other images when it reads the first ones again with the same seeds: its random
-    numbers can't be drawn again. Images that can't be read are left to training."""
-    if not is_own(getattr(source, "whole", source)):
-        return []
-    read, readings = getattr(source, "read", source.load), list[list[bytes]]()
-    with suppress(Exception):  # of any kind: the class is a user's
-        for _ in range(2):
-            seed_generators(0)
-            readings.append([np.asarray(read(index)).tobytes() for index in range(min(_READ_TWICE, len(source)))])
-    if len(readings) < 2 or readings[0] == readings[1]:
-        return []
-    return [
-        "a resume can't be exact: data.source gives other images when it reads them again: let it draw from "
-        "random, numpy.random or torch, which are seeded for each image, not from a generator of its own"
-    ]
-
-
-class Part:
-    """Some images of a source, with all attributes and methods of that source."""
-
-    others: Part
-    """The rest of the images."""
-    notes: list[str]
-
-    def __init__(self, whole: Source, indices: np.ndarray) -> None:
-        self.whole, self._indices = whole, indices
-        self.classes = whole.classes
-        labels = whole.labels
-        self.labels: Sequence[int] | None = None if labels is None else np.asarray(labels)[indices].tolist()
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def some(self, chosen: np.ndarray) -> Part:
-        """Return the part of these images for which the mask `chosen` is true."""
-        return Part(self.whole, self._indices[chosen])
-
-    def load(self, index: int) -> Any:
-        return self.whole.load(int(self._indices[index]))
-
-    def name(self, index: int) -> str:
-        return self.whole.name(int(self._indices[index]))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("whole", "others", "notes"):  # asked for while unpickling
-            raise AttributeError(name)
-        value = getattr(self.whole, name)
-        if name == "file_keys":
-            return lambda: value()[self._indices]
-        if name == "prepare":
-            return lambda indices, seconds=None: value(self._indices[indices].tolist(), seconds)
-        return (lambda index: value(int(self._indices[index]))) if name in _FORWARDED else value
-
-
-def training_images(data: DataSection, share: float) -> Source:
-    """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError."""
-    if not share:
-        return training_source(data)
-    if data.mixture or data.balance != "none":
-        raise ConfigError(
-            "eval.val_share is for one source whose images are drawn equally often, not for data."
-            f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
-        )
-    return split_off(recipe_images(data), data.root, share)[0]
-
-
-def held_out_images(recipe: Recipe, train: Source) -> Source | None:
-    """Open the images of the held-out loss; `train` are the recipe's `training_images`. None without that loss. Raises
-    DataError."""
-    root, data = recipe.eval.val_root, recipe.data
-    if isinstance(train, Part) and recipe.eval.val_share:
-        return train.others
-    return None if root is None else build_source(data.source, root, "train", data.download, data.remote_cache_gib)
-
-
-def labeled_test(train: Source) -> Part | None:
-    """Labeled test images: held-out images of classes in `train`; None for fewer than two classes."""
-    if not isinstance(train, Part) or train.labels is None or train.others.labels is None:
-        return None
-    labels = np.asarray(train.others.labels)
-    known = (labels >= 0) & np.isin(labels, train.labels)
-    return train.others.some(known) if len(np.unique(labels[known])) > 1 else None
-
-
-def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
-    """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
-    whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
-    of the first that is no link. Raises DataError if a side is empty.
-    """
-    hashes = (
-        hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
-        for i in range(len(source))
-    )
-    values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
-    values = values[_first_names(source)]
-    held_out = values < np.uint64(int(share * 2**64))
-    parts = Part(source, np.flatnonzero(~held_out)), Part(source, np.flatnonzero(held_out))
-    if not all(map(len, parts)):
-        raise DataError(
-            f"eval.val_share {share:g} of {len(source)} images holds {len(parts[1])} out and leaves {len(parts[0])}: "
-            "give another share, or images of their own with eval.val_root"
-        )
-    parts[0].others = parts[1]
-    held = f"eval.val_share {share:g}: {len(parts[1])} of {len(source)} images are held out, and not trained on"
-    parts[0].notes = [*getattr(source, "notes", ()), held]
-    return parts
-
-
-def _first_names(source: Source) -> np.ndarray:
-    """For each image the index of the first name of its file, (n,): the first that is no link, or else the first."""
-    keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
-    of_file, counts = np.unique(keys, return_inverse=True, return_counts=True)[1:]
-    if len(counts) == len(keys):
-        return np.arange(len(keys))
-    is_link = np.zeros(len(keys), bool)
-    for index in np.flatnonzero(counts[of_file] > 1).tolist():
-        is_link[index] = os.path.realpath(source.name(index)) != source.name(index)
-    order = np.lexsort((is_link, of_file))
-    return order[np.searchsorted(of_file[order], of_file)]

@@ -1,15 +1,10 @@
-"""Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own; and
-placing weights module by module, under ZeRO 3 directly in partitions.
-
-`Engine.masters()` returns a list of `Masters`, which can be used without knowing DeepSpeed. Names are those of
-`named_parameters()`. Of a partitioned network, a rank never holds more than its own part and the module that is being
-placed.
+"""Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own, and
+the placing of a new student's weights. Of a partitioned network, a rank never holds more than its own part and the
+module that is being placed.
 """
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,72 +17,6 @@ from dino_ds.engine.process import DTYPES, device
 
 Names = Mapping[int, str]
 """Names of parameters, by their ids."""
-
-
-class Placement:
-    """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
-
-    Afterwards the weights are on this process's device in the engine's precision, at stage 3 partitioned over all
-    ranks; the module's buffers are on the device, in their own dtype.
-    """
-
-    def __init__(self, config: DsConfig) -> None:
-        self._device, self._dtype = device(), DTYPES[config.precision]
-        self._partition = _Partitioner(config.raw) if config.stage == 3 else None
-
-    def __call__(self, module: nn.Module) -> None:
-        parameters = list(module.parameters(recurse=False))
-        for parameter in parameters:
-            parameter.data = parameter.data.to(self._device, self._dtype)
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(self._device))
-        if self._partition is not None and parameters:
-            self._partition(parameters)
-
-
-def let_go_of(module: nn.Module) -> None:
-    """Let a partitioned `module` be freed with its last user; called once DeepSpeed has made its hooks for it.
-
-    Otherwise a global list of DeepSpeed keeps it, and with it the weights, masters and moments of its engine.
-    """
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as stack
-
-    def forget(gone: object) -> None:
-        stack[:] = [entry for entry in stack if entry is not gone]
-
-    stack[:] = [weakref.proxy(module, forget) if entry is module else entry for entry in stack]
-
-
-def release(engine: Any) -> None:
-    """Free the memory of a DeepSpeed engine that is no longer needed: autograd nodes and a global cache of DeepSpeed
-    would keep its weights and optimizer state."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
-
-    engine.destroy()
-    for copies in ("bf16_groups_flat", "bf16_partitioned_groups"):  # with graphs back to the weights
-        getattr(engine.optimizer, copies, []).clear()
-    wrapped = inspect.unwrap(Coordinator._PartitionedParameterCoordinator__params_to_release)
-    for cache in inspect.getclosurevars(wrapped).nonlocals.values():
-        if hasattr(cache, "cache_clear"):
-            cache.cache_clear()
-
-
-class _Partitioner:
-    """Cuts parameters into ZeRO 3's partitions by the ds config `raw`."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._raw = raw
-        self._partitioned: Any = None  # the first parameter that was cut
-
-    def __call__(self, parameters: list[nn.Parameter]) -> None:
-        if self._partitioned is None:
-            import deepspeed
-
-            deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._raw)
-            self._partitioned = parameters[0]
-        else:
-            # The way DeepSpeed itself adds parameters to partitioned ones: each Init would make new process groups.
-            self._partitioned.convert_to_zero_parameters(param_list=parameters)
 
 
 @dataclass(frozen=True)
@@ -142,15 +71,6 @@ def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters
     return [*sharded_masters_of(optimizer, names)]
 
 
-def master_shards(optimizer: Any) -> list[Tensor]:
-    """This rank's shards of the masters, as the inner optimizer sees them; for stages 1 to 3."""
-    for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        if hasattr(optimizer, attribute):
-            shards: list[Tensor] = getattr(optimizer, attribute)
-            return shards
-    raise AssertionError(type(optimizer).__name__)
-
-
 def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
     """The layout of each of `master_shards`: which parameters it holds, and where."""
     build = _zero3 if hasattr(optimizer, "fp16_groups") else _zero12 if hasattr(optimizer, "bit16_groups") else _bf16
@@ -191,6 +111,15 @@ def _bf16(optimizer: Any, i: int, names: Names) -> FlatMasters:
     )
 
 
+def master_shards(optimizer: Any) -> list[Tensor]:
+    """This rank's shards of the masters, as the inner optimizer sees them; for stages 1 to 3."""
+    for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, attribute):
+            shards: list[Tensor] = getattr(optimizer, attribute)
+            return shards
+    raise AssertionError(type(optimizer).__name__)
+
+
 def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
     """The parameter group of each of `master_shards`."""
     groups = optimizer.optimizer.param_groups
@@ -224,3 +153,42 @@ def write_weights(frozen: FrozenWeights) -> None:
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(parameter.fp32_value)
     optimizer.checkpoint_event_epilogue()
+
+
+class Placement:
+    """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
+
+    Afterwards the weights are on this process's device in the engine's precision, at stage 3 partitioned over all
+    ranks; the module's buffers are on the device, in their own dtype.
+    """
+
+    def __init__(self, config: DsConfig) -> None:
+        self._device, self._dtype = device(), DTYPES[config.precision]
+        self._partition = _Partitioner(config.raw) if config.stage == 3 else None
+
+    def __call__(self, module: nn.Module) -> None:
+        parameters = list(module.parameters(recurse=False))
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self._device, self._dtype)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(self._device))
+        if self._partition is not None and parameters:
+            self._partition(parameters)
+
+
+class _Partitioner:
+    """Cuts parameters into ZeRO 3's partitions by the ds config `raw`."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._raw = raw
+        self._partitioned: Any = None  # the first parameter that was cut
+
+    def __call__(self, parameters: list[nn.Parameter]) -> None:
+        if self._partitioned is None:
+            import deepspeed
+
+            deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._raw)
+            self._partitioned = parameters[0]
+        else:
+            # The way DeepSpeed itself adds parameters to partitioned ones: each Init would make new process groups.
+            self._partitioned.convert_to_zero_parameters(param_list=parameters)

@@ -33,6 +33,191 @@ PATCH_EMBED = "patch_embed"
 """The module of a backbone whose learning rate `patch_embed_lr` multiplies."""
 
 
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Options of the recipe's section `optimizer`. By default one learning rate, clipping by one global norm (DINO).
+
+    kind: adamw, with `betas` and `eps`; sgd, with `momentum`; lars, with `momentum` and `trust`; or muon, with
+    `momentum` and `scale` for weight matrices, and adamw with its options for the rest.
+    """
+
+    layer_decay: float = 1.0
+    patch_embed_lr: float = 1.0
+    clip_by: str = WHOLE
+    kind: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    trust: float = 0.001
+    scale: float = 1.0
+
+
+ONE_RATE = OptimizerOptions()
+
+
+def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters, at learning rate 0; `fused`: AdamW and SGD in one kernel.
+
+    Raises ConfigError where Muon has no matrix to orthogonalize.
+    """
+    groups = parameter_groups(network, options)
+    if options.kind == "lars":
+        return Lars(groups, options.momentum, options.trust)
+    if options.kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, fused=fused, foreach=False)
+    adamw: dict[str, Any] = {"betas": options.betas, "eps": options.eps, "fused": fused, "foreach": False}
+    if options.kind == "muon":
+        named = dict(network.named_parameters())
+        blocks = {named[name]: count for name, count in matrices_of(network).items()}
+        return Muon(groups, blocks, options.momentum, options.scale, **adamw)
+    return torch.optim.AdamW(groups, lr=0.0, **adamw)
+
+
+def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, without frozen parameters and without empty groups, which DeepSpeed would drop.
+
+    Keys of a group: "name", by which `group_settings` gives its lr and weight decay; "lr_multiplier", a factor on that
+    lr; "part", the part of the network with which its gradient is clipped; "kind", the optimizer that updates it.
+    Groups of the same name differ in another of these keys. Raises ConfigError for a learning rate of a patch embedding
+    that the network does not have, and where Muon has no matrix to orthogonalize.
+    """
+    groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
+    matrices = matrices_of(network) if options.kind == "muon" else {}
+    multipliers = _backbone_multipliers(network, options)
+    for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
+        freezes = network.freezes_backbone and name.startswith("backbone.")
+        part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
+        kind = "adamw" if options.kind == "muon" and name not in matrices else options.kind
+        key = part, (BACKBONE if freezes else "") + _group_of(name, parameter), multipliers.get(name, 1.0), kind
+        groups.setdefault(key, []).append(parameter)
+    if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
+        raise ConfigError(
+            "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions, and this network trains "
+            "none: set optimizer.kind adamw"
+        )
+    parts = list(dict.fromkeys(part for part, *_ in groups))
+    order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), *key[2:]))
+    return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]
+
+
+def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:
+    """Multipliers of the learning rates of the backbone's parameters: decay ** (layers above)."""
+    layers = network.backbone.layers()
+    top = len(network.backbone.segments()) + 1
+    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
+    if options.patch_embed_lr != 1.0 and not patches:
+        raise ConfigError(
+            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
+            f"{PATCH_EMBED}, and this one has none: leave it out"
+        )
+    return {
+        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
+        for name, layer in layers.items()
+    }
+
+
+def _group_of(name: str, parameter: nn.Parameter) -> str:
+    if name.rpartition(".")[0].endswith("prototypes"):  # their learned lengths too, if any
+        return PROTOTYPES
+    # A parameter that ZeRO 3 has partitioned is empty; its full shape is `ds_shape`.
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
+
+
+def group_settings(schedule: ScheduleValues) -> dict[str, dict[str, float]]:
+    """The lr and weight_decay of the groups of each name in this step; both are 0 in a frozen group."""
+
+    def settings(frozen: bool, weight_decay: float) -> dict[str, float]:
+        moves = 0.0 if frozen else 1.0
+        return {"lr": schedule.lr * moves, "weight_decay": weight_decay * moves}
+
+    return {
+        DECAY: settings(False, schedule.weight_decay),
+        NO_DECAY: settings(False, 0.0),
+        PROTOTYPES: settings(schedule.prototypes_frozen, schedule.weight_decay),
+        BACKBONE + DECAY: settings(schedule.backbone_frozen, schedule.weight_decay),
+        BACKBONE + NO_DECAY: settings(schedule.backbone_frozen, 0.0),
+    }
+
+
+def apply_settings(groups: Iterable[dict[str, Any]], settings: dict[str, dict[str, float]]) -> None:
+    """Set lr and weight decay, as `group_settings` gives them, in an optimizer's `groups`."""
+    for group in groups:
+        group.update(settings[group["name"]])
+        group["lr"] *= group["lr_multiplier"]
+
+
+class Lars(torch.optim.Optimizer):
+    """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step.
+
+    A tensor is a whole parameter unless `lay_out` has declared its contents. A step overwrites the gradients.
+    """
+
+    def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "trust": trust})
+        self._shards: dict[Tensor, tuple[list[Layer], Tensor, int, Any]] = {}
+
+    def lay_out(self, tensor: Tensor, layers: list[Layer], total: int, process_group: Any) -> None:
+        """Declare that `tensor` holds this rank's `layers` of one group, whose `total` layers with a trust ratio are
+        split among ranks.
+
+        From now on all ranks must call `step` together, with equal groups.
+        """
+        numbers = torch.tensor([part.layer for part in layers], dtype=torch.long, device=tensor.device)
+        self._shards[tensor] = layers, numbers, total, process_group
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make a step without reading from the device, with one all-reduce for each tensor that was laid out."""
+        assert closure is None
+        for group in self.param_groups:
+            tensors = [p for p in group["params"] if p.grad is not None]
+            if not tensors:
+                continue
+            gradients = [p.grad for p in tensors]
+            self._adapt(tensors, gradients, group)
+            for p in tensors:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momenta = [self.state[p]["momentum_buffer"] for p in tensors]
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_add_(momenta, gradients)
+            torch._foreach_add_(tensors, momenta, alpha=-group["lr"])
+
+    def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """Apply weight decay and the trust ratio to the gradients of the layers that have them."""
+        laid_out = self._shards.get(tensors[0])
+        if laid_out is None:
+            weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
+        else:
+            assert len(tensors) == 1
+            weights, steps = ([t.narrow(0, at, n) for _, at, n in laid_out[0]] for t in (*tensors, *gradients))
+        if weights:
+            torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
+            norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
+            squares = norms.double().square().view(2, -1)  # in FP32 the squares of small gradients would vanish
+        else:
+            squares = torch.zeros(2, 0, dtype=torch.float64, device=tensors[0].device)
+        if laid_out is not None and laid_out[2]:
+            _, numbers, total, process_group = laid_out
+            every = squares.new_zeros(2, total).index_copy_(1, numbers, squares)
+            dist.all_reduce(every, group=process_group)
+            squares = every.index_select(1, numbers)
+        if weights:
+            weight, step = squares.sqrt()
+            ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()
+            # Multiplied by tensors, not numbers: the ratios are on the device and must stay there.
+            torch._foreach_mul_(steps, list(ratios.unbind()))
+
+
+class Layer(NamedTuple):
+    """Elements [offset, offset + numel) of a shard belong to layer number `layer` of the layers with a trust ratio."""
+
+    layer: int
+    offset: int
+    numel: int
+
+
 def check_clip_by_part(config: DsConfig) -> None:
     """Raises ConfigError if optimizer.clip_by part can't work with this ds config."""
     if not config.clipping:
@@ -167,188 +352,3 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
 def _clip_factors(squares: Tensor, limit: float, scale: float) -> Tensor:
     """FP32 clipping factors, at most 1, of parts whose gradients times `scale` have these squared norms (parts,)."""
     return (limit / (squares.sqrt() / scale + _EPS)).clamp(max=1.0).float()
-
-
-class Layer(NamedTuple):
-    """Elements [offset, offset + numel) of a shard belong to layer number `layer` of the layers with a trust ratio."""
-
-    layer: int
-    offset: int
-    numel: int
-
-
-class Lars(torch.optim.Optimizer):
-    """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step.
-
-    A tensor is a whole parameter unless `lay_out` has declared its contents. A step overwrites the gradients.
-    """
-
-    def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
-        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "trust": trust})
-        self._shards: dict[Tensor, tuple[list[Layer], Tensor, int, Any]] = {}
-
-    def lay_out(self, tensor: Tensor, layers: list[Layer], total: int, process_group: Any) -> None:
-        """Declare that `tensor` holds this rank's `layers` of one group, whose `total` layers with a trust ratio are
-        split among ranks.
-
-        From now on all ranks must call `step` together, with equal groups.
-        """
-        numbers = torch.tensor([part.layer for part in layers], dtype=torch.long, device=tensor.device)
-        self._shards[tensor] = layers, numbers, total, process_group
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make a step without reading from the device, with one all-reduce for each tensor that was laid out."""
-        assert closure is None
-        for group in self.param_groups:
-            tensors = [p for p in group["params"] if p.grad is not None]
-            if not tensors:
-                continue
-            gradients = [p.grad for p in tensors]
-            self._adapt(tensors, gradients, group)
-            for p in tensors:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momenta = [self.state[p]["momentum_buffer"] for p in tensors]
-            torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_add_(momenta, gradients)
-            torch._foreach_add_(tensors, momenta, alpha=-group["lr"])
-
-    def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Apply weight decay and the trust ratio to the gradients of the layers that have them."""
-        laid_out = self._shards.get(tensors[0])
-        if laid_out is None:
-            weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
-        else:
-            assert len(tensors) == 1
-            weights, steps = ([t.narrow(0, at, n) for _, at, n in laid_out[0]] for t in (*tensors, *gradients))
-        if weights:
-            torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
-            norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
-            squares = norms.double().square().view(2, -1)  # in FP32 the squares of small gradients would vanish
-        else:
-            squares = torch.zeros(2, 0, dtype=torch.float64, device=tensors[0].device)
-        if laid_out is not None and laid_out[2]:
-            _, numbers, total, process_group = laid_out
-            every = squares.new_zeros(2, total).index_copy_(1, numbers, squares)
-            dist.all_reduce(every, group=process_group)
-            squares = every.index_select(1, numbers)
-        if weights:
-            weight, step = squares.sqrt()
-            ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()
-            # Multiplied by tensors, not numbers: the ratios are on the device and must stay there.
-            torch._foreach_mul_(steps, list(ratios.unbind()))
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Options of the recipe's section `optimizer`. By default one learning rate, clipping by one global norm (DINO).
-
-    kind: adamw, with `betas` and `eps`; sgd, with `momentum`; lars, with `momentum` and `trust`; or muon, with
-    `momentum` and `scale` for weight matrices, and adamw with its options for the rest.
-    """
-
-    layer_decay: float = 1.0
-    patch_embed_lr: float = 1.0
-    clip_by: str = WHOLE
-    kind: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    trust: float = 0.001
-    scale: float = 1.0
-
-
-ONE_RATE = OptimizerOptions()
-
-
-def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters, at learning rate 0; `fused`: AdamW and SGD in one kernel.
-
-    Raises ConfigError where Muon has no matrix to orthogonalize.
-    """
-    groups = parameter_groups(network, options)
-    if options.kind == "lars":
-        return Lars(groups, options.momentum, options.trust)
-    if options.kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, fused=fused, foreach=False)
-    adamw: dict[str, Any] = {"betas": options.betas, "eps": options.eps, "fused": fused, "foreach": False}
-    if options.kind == "muon":
-        named = dict(network.named_parameters())
-        blocks = {named[name]: count for name, count in matrices_of(network).items()}
-        return Muon(groups, blocks, options.momentum, options.scale, **adamw)
-    return torch.optim.AdamW(groups, lr=0.0, **adamw)
-
-
-def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, without frozen parameters and without empty groups, which DeepSpeed would drop.
-
-    Keys of a group: "name", by which `group_settings` gives its lr and weight decay; "lr_multiplier", a factor on that
-    lr; "part", the part of the network with which its gradient is clipped; "kind", the optimizer that updates it.
-    Groups of the same name differ in another of these keys. Raises ConfigError for a learning rate of a patch embedding
-    that the network does not have, and where Muon has no matrix to orthogonalize.
-    """
-    groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
-    matrices = matrices_of(network) if options.kind == "muon" else {}
-    multipliers = _backbone_multipliers(network, options)
-    for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
-        freezes = network.freezes_backbone and name.startswith("backbone.")
-        part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
-        kind = "adamw" if options.kind == "muon" and name not in matrices else options.kind
-        key = part, (BACKBONE if freezes else "") + _group_of(name, parameter), multipliers.get(name, 1.0), kind
-        groups.setdefault(key, []).append(parameter)
-    if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
-        raise ConfigError(
-            "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions, and this network trains "
-            "none: set optimizer.kind adamw"
-        )
-    parts = list(dict.fromkeys(part for part, *_ in groups))
-    order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), *key[2:]))
-    return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]
-
-
-def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:
-    """Multipliers of the learning rates of the backbone's parameters: decay ** (layers above)."""
-    layers = network.backbone.layers()
-    top = len(network.backbone.segments()) + 1
-    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
-    if options.patch_embed_lr != 1.0 and not patches:
-        raise ConfigError(
-            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
-            f"{PATCH_EMBED}, and this one has none: leave it out"
-        )
-    return {
-        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
-        for name, layer in layers.items()
-    }
-
-
-def _group_of(name: str, parameter: nn.Parameter) -> str:
-    if name.rpartition(".")[0].endswith("prototypes"):  # their learned lengths too, if any
-        return PROTOTYPES
-    # A parameter that ZeRO 3 has partitioned is empty; its full shape is `ds_shape`.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
-
-
-def group_settings(schedule: ScheduleValues) -> dict[str, dict[str, float]]:
-    """The lr and weight_decay of the groups of each name in this step; both are 0 in a frozen group."""
-
-    def settings(frozen: bool, weight_decay: float) -> dict[str, float]:
-        moves = 0.0 if frozen else 1.0
-        return {"lr": schedule.lr * moves, "weight_decay": weight_decay * moves}
-
-    return {
-        DECAY: settings(False, schedule.weight_decay),
-        NO_DECAY: settings(False, 0.0),
-        PROTOTYPES: settings(schedule.prototypes_frozen, schedule.weight_decay),
-        BACKBONE + DECAY: settings(schedule.backbone_frozen, schedule.weight_decay),
-        BACKBONE + NO_DECAY: settings(schedule.backbone_frozen, 0.0),
-    }
-
-
-def apply_settings(groups: Iterable[dict[str, Any]], settings: dict[str, dict[str, float]]) -> None:
-    """Set lr and weight decay, as `group_settings` gives them, in an optimizer's `groups`."""
-    for group in groups:
-        group.update(settings[group["name"]])
-        group["lr"] *= group["lr_multiplier"]

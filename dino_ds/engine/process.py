@@ -1,5 +1,5 @@
-"""The device and memory of this process, the import of DeepSpeed without its warnings, and the launcher's process
-group, from the rendezvous of the ranks to its end.
+"""This process: its device and memory, the import of DeepSpeed without its warnings, and joining the launcher's process
+group.
 """
 
 from __future__ import annotations
@@ -44,86 +44,37 @@ _LARGEST_THRESHOLD = 32 * 2**20
 """Bytes of the largest allocation for which glibc reuses freed memory; it accepts no larger threshold."""
 
 
-def import_deepspeed() -> Any:
-    """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON."""
-    first = "deepspeed" not in sys.modules
-    quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
-    with quiet, _without_mlflow():
-        import deepspeed
-    return deepspeed
+def init_distributed(timeout_minutes: float = 30.0) -> None:
+    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process.
 
-
-@contextlib.contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """Keep DeepSpeed's autotuner, unused here, from importing MLflow, which costs 1.5 seconds and a thread."""
-    hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
-    if hides:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if hides:
-            del sys.modules["mlflow"]
-
-
-def device() -> torch.device:
-    """The device of this process; in a rehearsal the CPU, whatever device is rehearsed."""
-    if rehearsing():
-        return torch.device("cpu")
-    name = import_deepspeed().accelerator.get_accelerator().device_name()
-    return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
-
-
-def fp16_supported() -> bool:
-    return bool(import_deepspeed().accelerator.get_accelerator().is_fp16_supported())
-
-
-def free_memory() -> str:
-    """The free memory of this process's GPU and of the host, in words."""
-    host = psutil.virtual_memory()
-    text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
-    if not torch.cuda.is_available():
-        return text
-    free, total = torch.cuda.mem_get_info()
-    return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
-
-
-def release_memory() -> None:
-    """Free the memory of ended trials and runs: DeepSpeed's hooks make reference cycles, which need the collector."""
-    for _ in range(2):  # our engine, freed in the first pass, releases DeepSpeed's
-        gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def use_deterministic_kernels() -> None:
-    """Make kernels sum in the same order in every run; call this before anything is computed on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
-    torch.use_deterministic_algorithms(True)
-    # Else torch fills all new memory with NaN to expose reads of it, which costs a pass over the memory each time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def memory_gib() -> float:
-    """Peak memory of this process: a GPU's if it has one, else the peak resident set."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resident_mib(peak=True) / 1024
-
-
-def resident_mib(peak: bool = False) -> float:
-    """Resident set of this process, now or at its peak.
-
-    Read from /proc if it exists: getrusage's maximum begins with that of the parent process.
+    Raises ConfigError if the variables of a rank are wrong, there is no GPU for this process, or another program uses
+    rank 0's port.
     """
-    status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
-    for line in status.read_text().splitlines() if status.exists() else []:
-        if line.startswith(wanted):
-            return int(line.split()[1]) / 1024
-    import resource
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", str(min(_COMPILE_PROCESSES, len(distributed.usable_cores())))
+    )
+    if not dist.is_initialized():
+        check_ranks(os.environ)  # for every command that joins; `train` has checked before its imports
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed finds this too, but warns on every rank
 
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
-    return largest if peak else psutil.Process().memory_info().rss / 2**20
+    _quiet_deepspeed()
+    if dist.is_initialized():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        _join(timeout)
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine reads it
+    # Without these DeepSpeed looks for MPI. They are removed again: jobs started from here are no ranks of this group.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    before = dict(os.environ)
+    os.environ.update(alone)
+    try:
+        _join(timeout)
+    finally:
+        for name in alone.keys() - before.keys():
+            del os.environ[name]
 
 
 @contextmanager
@@ -256,39 +207,6 @@ def _choose_interface(address: str) -> None:
             return
 
 
-def init_distributed(timeout_minutes: float = 30.0) -> None:
-    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process.
-
-    Raises ConfigError if the variables of a rank are wrong, there is no GPU for this process, or another program uses
-    rank 0's port.
-    """
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", str(min(_COMPILE_PROCESSES, len(distributed.usable_cores())))
-    )
-    if not dist.is_initialized():
-        check_ranks(os.environ)  # for every command that joins; `train` has checked before its imports
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed finds this too, but warns on every rank
-
-    _quiet_deepspeed()
-    if dist.is_initialized():
-        return
-    timeout = timedelta(minutes=timeout_minutes)
-    if "RANK" in os.environ:
-        _join(timeout)
-        return
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine reads it
-    # Without these DeepSpeed looks for MPI. They are removed again: jobs started from here are no ranks of this group.
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    before = dict(os.environ)
-    os.environ.update(alone)
-    try:
-        _join(timeout)
-    finally:
-        for name in alone.keys() - before.keys():
-            del os.environ[name]
-
-
 def _join(timeout: timedelta) -> None:
     deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
@@ -343,6 +261,88 @@ def leave() -> None:
         import deepspeed.comm
 
         deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed with groups that are gone
+
+
+def device() -> torch.device:
+    """The device of this process; in a rehearsal the CPU, whatever device is rehearsed."""
+    if rehearsing():
+        return torch.device("cpu")
+    name = import_deepspeed().accelerator.get_accelerator().device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
+
+
+def fp16_supported() -> bool:
+    return bool(import_deepspeed().accelerator.get_accelerator().is_fp16_supported())
+
+
+def memory_gib() -> float:
+    """Peak memory of this process: a GPU's if it has one, else the peak resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resident_mib(peak=True) / 1024
+
+
+def resident_mib(peak: bool = False) -> float:
+    """Resident set of this process, now or at its peak.
+
+    Read from /proc if it exists: getrusage's maximum begins with that of the parent process.
+    """
+    status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
+    for line in status.read_text().splitlines() if status.exists() else []:
+        if line.startswith(wanted):
+            return int(line.split()[1]) / 1024
+    import resource
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+    return largest if peak else psutil.Process().memory_info().rss / 2**20
+
+
+def free_memory() -> str:
+    """The free memory of this process's GPU and of the host, in words."""
+    host = psutil.virtual_memory()
+    text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
+    if not torch.cuda.is_available():
+        return text
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
+
+
+def release_memory() -> None:
+    """Free the memory of ended trials and runs: DeepSpeed's hooks make reference cycles, which need the collector."""
+    for _ in range(2):  # our engine, freed in the first pass, releases DeepSpeed's
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def use_deterministic_kernels() -> None:
+    """Make kernels sum in the same order in every run; call this before anything is computed on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(True)
+    # Else torch fills all new memory with NaN to expose reads of it, which costs a pass over the memory each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def import_deepspeed() -> Any:
+    """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON."""
+    first = "deepspeed" not in sys.modules
+    quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
+    with quiet, _without_mlflow():
+        import deepspeed
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """Keep DeepSpeed's autotuner, unused here, from importing MLflow, which costs 1.5 seconds and a thread."""
+    hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
+    if hides:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules["mlflow"]
 
 
 def _quiet_deepspeed() -> None:

@@ -1,12 +1,5 @@
 """A saved training state: flat FP32 tensors of every rank, and layouts that say where each parameter's elements lie.
-
-A layout is plain JSON. Each rank has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
-offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its
-moments, such as "NAME.exp_avg"; with step 0 there are no moments yet. Rank 0 also has the values that all share: the
-"shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (adamw if absent, once the only one);
-a flat that another kind updates, such as AdamW beside Muon, has a "kind" of its own.
-Nothing depends on how many ranks saved or how they shared the work: a rank that loads reads the elements it needs from
-wherever they lie.
+Any rank reads the elements that it needs, however many ranks saved and however they shared the work.
 """
 
 from __future__ import annotations
@@ -57,7 +50,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-class _Place(NamedTuple):
+class _Stored(NamedTuple):
     """Elements [start, stop) of a parameter lie from `offset` on in the flat tensors `flat` of `rank`."""
 
     start: int
@@ -70,8 +63,14 @@ class _Place(NamedTuple):
 def layout_of(
     flats: Iterable[tuple[str, int, str, Iterable[Piece]]], optimizer: str, shared: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The layout of one rank, from (name, step, kind, pieces) of its flat tensors; on rank 0 with the values `shared`
-    by all ranks, and the kind of `optimizer`."""
+    """The layout of one rank as plain JSON, from (name, step, kind, pieces) of its flat tensors; on rank 0 with the
+    values `shared` by all ranks, and the kind of `optimizer`.
+
+    "flats" is a list of {"name", "step", "pieces"}; a piece [parameter, start, stop, offset] says that elements [start,
+    stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its moments, such as "NAME.exp_avg";
+    with step 0 there are no moments yet. A flat that another kind updates, such as AdamW beside Muon, has a "kind" of
+    its own.
+    """
     listed = []
     for name, step, kind, pieces in flats:
         extra = {} if kind == optimizer else {"kind": kind}
@@ -84,7 +83,7 @@ class SavedParameters:
 
     def __init__(self, saved: SavedState) -> None:
         self._read = saved.read
-        self._places: dict[str, list[_Place]] = {}
+        self._stored: dict[str, list[_Stored]] = {}
         self._steps: dict[str, int] = {}
         self.kinds: dict[str, str] = {}
         try:
@@ -99,8 +98,8 @@ class SavedParameters:
                     MOMENTS[kind]  # raises KeyError for an unknown kind
                     for name, start, stop, offset in flat["pieces"]:
                         self.kinds[name] = kind
-                        place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
-                        self._places.setdefault(name, []).append(place)
+                        stored = _Stored(int(start), int(stop), rank, flat["name"], int(offset))
+                        self._stored.setdefault(name, []).append(stored)
                         if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:
                             raise CheckpointError(f"the checkpoint has two step counts for {name}: it is damaged")
             self._check_whole()
@@ -108,12 +107,12 @@ class SavedParameters:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
 
     def _check_whole(self) -> None:
-        for name in dict.fromkeys([*self.shapes, *self._places]):
-            places = sorted(self._places.setdefault(name, []))
-            ends = [0, *(place.stop for place in places)]
-            if [place.start for place in places] != ends[:-1] or ends[-1] != math.prod(self.shapes[name]):
+        for name in dict.fromkeys([*self.shapes, *self._stored]):
+            parts = sorted(self._stored.get(name, []))
+            ends = [0, *(part.stop for part in parts)]
+            if [part.start for part in parts] != ends[:-1] or ends[-1] != math.prod(self.shapes[name]):
                 raise CheckpointError(f"the checkpoint does not hold every element of {name} once: it is damaged")
-            self._places[name] = places
+            self._stored[name] = parts
 
     def check_fits(self, shapes: Shapes) -> None:
         """Raises CheckpointError unless the network's parameters have these names and `shapes`."""
@@ -145,12 +144,12 @@ class SavedParameters:
 
     def read(self, kind: str, parameter: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Elements [start, stop) of a parameter's MASTER or one of its moments, as (first element, values) in order."""
-        for place in self._places[parameter]:
-            first, last = max(start, place.start), min(stop, place.stop)
+        for part in self._stored[parameter]:
+            first, last = max(start, part.start), min(stop, part.stop)
             for begin in range(first, last, _READ_ELEMENTS):
                 end = min(begin + _READ_ELEMENTS, last)
-                offset = place.offset + begin - place.start
-                yield begin, self._read(place.rank, f"{place.flat}.{kind}", offset, offset + end - begin)
+                offset = part.offset + begin - part.start
+                yield begin, self._read(part.rank, f"{part.flat}.{kind}", offset, offset + end - begin)
 
 
 def even_shares(shapes: Shapes, rank: int, ranks: int) -> list[Piece]:

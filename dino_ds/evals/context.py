@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.config.fields import IMAGE_FORMS
-from dino_ds.data.classes import join_classes
 from dino_ds.data.images import Source, ValueRange, evenly_spaced_indices
+from dino_ds.data.listing import join_classes
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed

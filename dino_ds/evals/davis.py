@@ -66,6 +66,56 @@ def davis(context: EvalContext) -> dict[str, float]:
     return {"davis_jf_mean": float(means.mean()), "davis_j_mean": float(means[0]), "davis_f_mean": float(means[1])}
 
 
+def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
+    """J and F of each object of a clip; neither its first frame nor its last one counts. Raises DataError."""
+    model, paths = context.backbone, sorted((folder / _FRAMES / clip).glob("*.jpg"))
+    if len(paths) < 3:
+        raise DataError(f"DAVIS: clip {clip} has {len(paths)} frames, 3 are needed: download it again")
+    frames = NamedFiles(list(map(str, paths)))
+    width, height = _read(frames, 0).size
+    wanted = [read_label_map(folder / _LABELS / clip / f"{path.stem}.png", (width, height)) for path in paths]
+    objects = int(wanted[0].max())
+    if objects == 0:
+        raise DataError(f"DAVIS: the first frame of clip {clip} has no object: download it again")
+    sides = frame_sides(width, height, context.settings.size or _SIZE, model.stride)
+
+    def patches(index: int) -> Tensor:
+        resized = _read(frames, index).resize(sides[::-1], Image.Resampling.BILINEAR)
+        return model.patch_tokens(to_tensor(resized, model.normalization)[None].to(context.device))[0].float()
+
+    tokens = patches(0)
+    small = Image.fromarray(wanted[0]).resize((tokens.shape[1], tokens.shape[0]), Image.Resampling.NEAREST)
+    labels = F.one_hot(torch.from_numpy(np.array(small)).long(), objects + 1).permute(2, 0, 1).float()
+    carry = LabelPropagation(tokens, labels.to(context.device))
+    predicted = [hard_labels(carry(patches(i)), model.stride, height, width) for i in range(1, len(frames) - 1)]
+    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (predicted, wanted[1:-1])]
+    return judge_masks(pair[0], pair[1], objects)
+
+
+def _read(frames: NamedFiles, index: int) -> Image.Image:
+    try:
+        image = load_image(frames, index, None)
+    except UnreadableImage as error:
+        raise DataError(f"{error}: download it again") from None
+    assert isinstance(image, Image.Image)  # without a range nothing deeper is read
+    return image
+
+
+def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
+    """Read uint8 (h, w): palette indices or gray values, 0 for void pixels; `size` is the photo's (width, height).
+
+    Raises DataError for any other file.
+    """
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            if image.mode not in ("P", "L") or image.size != size:
+                raise ValueError(f"mode {image.mode} and size {image.size}: wanted is a palette, {size} as its photo")
+            mask = np.array(image)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{path} is not a PNG of labels: {one_line(error)}") from None
+    return np.where(mask == _VOID, 0, mask).astype(np.uint8)
+
+
 class LabelPropagation:
     """Propagates soft labels (classes, rows, columns) of a clip's first frame, frame by frame.
 
@@ -121,8 +171,7 @@ def judge_masks(predicted: Tensor, wanted: Tensor, objects: int) -> list[list[fl
     """Labels uint8 (frames, h, w), 0 is background -> J and F of each object, means over frames."""
     pairs = [(predicted == number, wanted == number) for number in range(1, objects + 1)]
     return [
-        [float(make_finding(*pair).mean()) for make_finding in (region_similarity, boundary_similarity)]
-        for pair in pairs
+        [float(similarity(*pair).mean()) for similarity in (region_similarity, boundary_similarity)] for pair in pairs
     ]
 
 
@@ -161,53 +210,3 @@ def dilate(masks: Tensor, radius: int) -> Tensor:
     offsets = torch.arange(-radius, radius + 1, device=masks.device)
     disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()
     return F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)[:, 0] > 0.5
-
-
-def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
-    """J and F of each object of a clip; neither its first frame nor its last one counts. Raises DataError."""
-    model, paths = context.backbone, sorted((folder / _FRAMES / clip).glob("*.jpg"))
-    if len(paths) < 3:
-        raise DataError(f"DAVIS: clip {clip} has {len(paths)} frames, 3 are needed: download it again")
-    frames = NamedFiles(list(map(str, paths)))
-    width, height = _read(frames, 0).size
-    wanted = [read_label_map(folder / _LABELS / clip / f"{path.stem}.png", (width, height)) for path in paths]
-    objects = int(wanted[0].max())
-    if objects == 0:
-        raise DataError(f"DAVIS: the first frame of clip {clip} has no object: download it again")
-    sides = frame_sides(width, height, context.settings.size or _SIZE, model.stride)
-
-    def patches(index: int) -> Tensor:
-        resized = _read(frames, index).resize(sides[::-1], Image.Resampling.BILINEAR)
-        return model.patch_tokens(to_tensor(resized, model.normalization)[None].to(context.device))[0].float()
-
-    tokens = patches(0)
-    small = Image.fromarray(wanted[0]).resize((tokens.shape[1], tokens.shape[0]), Image.Resampling.NEAREST)
-    labels = F.one_hot(torch.from_numpy(np.array(small)).long(), objects + 1).permute(2, 0, 1).float()
-    carry = LabelPropagation(tokens, labels.to(context.device))
-    predicted = [hard_labels(carry(patches(i)), model.stride, height, width) for i in range(1, len(frames) - 1)]
-    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (predicted, wanted[1:-1])]
-    return judge_masks(pair[0], pair[1], objects)
-
-
-def _read(frames: NamedFiles, index: int) -> Image.Image:
-    try:
-        image = load_image(frames, index, None)
-    except UnreadableImage as error:
-        raise DataError(f"{error}: download it again") from None
-    assert isinstance(image, Image.Image)  # without a range nothing deeper is read
-    return image
-
-
-def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Read uint8 (h, w): palette indices or gray values, 0 for void pixels; `size` is the photo's (width, height).
-
-    Raises DataError for any other file.
-    """
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            if image.mode not in ("P", "L") or image.size != size:
-                raise ValueError(f"mode {image.mode} and size {image.size}: wanted is a palette, {size} as its photo")
-            mask = np.array(image)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path} is not a PNG of labels: {one_line(error)}") from None
-    return np.where(mask == _VOID, 0, mask).astype(np.uint8)

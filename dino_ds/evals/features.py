@@ -1,5 +1,5 @@
-"""Features of labeled images, each rank computing its share; and the images and value range of a command that examines
-a model, by its options or by the model's run.
+"""Features of images, each rank computing its share; and the images that a command examines a model on, named by its
+options or by the model's run.
 """
 
 from __future__ import annotations
@@ -38,131 +38,6 @@ _LOOKED_AT = 16
 """Images of a run whose sizes are looked at."""
 _RAW_PIXELS = 32
 BATCH = 64
-
-
-def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """The recipe of the run that `model` is or is a checkpoint of; None without a run, or if options name images. Its
-    relative paths are looked for first in the folder where the run was started."""
-    home = find_model_folder(model)
-    if source is not None or root is not None or not home.is_run:
-        return None
-    recipe = own_recipe(home.folder, (), notes := list[str](), "--root")
-    if distributed.rank() == 0:
-        for note in notes:
-            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
-    return recipe
-
-
-def find_images(model: str, source: str | None, root: str | None) -> Source:
-    """The images that the options name, else the training images of the run `model`. Raises ConfigError,
-    DataError."""
-    if recipe := recipe_of(model, source, root):
-        if recipe.data.mixture:
-            return recipe_images(recipe.data)
-        source, root = recipe.data.source, recipe.data.root
-    if source is None and root is None:
-        file = find_model_folder(model).folder / "config.yaml"
-        lost = f"{file}, which names the run's images, is missing or no file: " if holds_run(file.parent) else ""
-        raise ConfigError(f"{lost}name images, --root PLACE ({IMAGE_FORMS}), or --source photos")
-    return build_source(source or "folder", root, "train", False)
-
-
-def crop_pct_of(model: str, side: int) -> float | None:
-    """timm's crop_pct for most images of the run `model`, as evaluations at `side` pixels cut them; None without a run,
-    or where its images are not on this machine or of the user's own source."""
-    home = find_model_folder(model)
-    try:
-        data = recorded_recipe(home.folder / "config.yaml").data if home.is_run else None
-        if data is None or ":" in f"{data.source} {data.place}":
-            return None
-        source = find_images(model, None, None)
-        images = [open_image(source, i, MAX_PIXELS) for i in evenly_spaced_indices(len(source), _LOOKED_AT)]
-    except (UserError, UnreadableImage, OSError):
-        return None
-    uncut = sum(min(image.width, image.height) <= side for image in images)
-    return 1.0 if 2 * uncut > len(images) else 0.875
-
-
-def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
-    """The model's value range for images of over 8 bits, else one found in these images; and notes for the user. Every
-    rank calls it. Raises ConfigError for an unknown range, or if images have other channels than the model."""
-    range_and_notes: tuple[ValueRange | None, list[str]] = (None, [])
-    with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0:
-            wanted = len(backbone.normalization.mean)
-            sample = look_at_values(sources, wanted)
-            if sample.channels and wanted not in sample.channels:
-                there = " or ".join(map(str, sorted(sample.channels)))
-                raise ConfigError(
-                    f"{backbone.source} takes images of {wanted} channels, and those looked at have {there}, such as "
-                    f"{sources[0].name(0)}: give images of {wanted} channels, or a model that was trained on {there}"
-                )
-            chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
-            if chosen is None:
-                chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
-                remedy = "store all images alike"
-            notes = [f"{words}: the model has no range of its own"] if words else []
-            notes += [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
-            range_and_notes = chosen, notes + note_stacks(sample.stacks)
-    return distributed.gather_objects(range_and_notes)[0]
-
-
-class GaveUp(Exception):
-    """Raised on all ranks when `give_up` returned true on one of them."""
-
-
-class ImageMemory:
-    """Keeps batches of transformed images in memory once they are read, up to `most` bytes on this rank.
-
-    A run evaluates the same images again and again; if they fit, loader processes are started only once.
-    """
-
-    def __init__(self, most: int = 256 << 20) -> None:
-        self._room, self._kept = most, dict[Any, list[Any]]()
-
-    def batches(
-        self, key: Any, read: Callable[[], Generator[Any, None, None]], copied: Callable[[Any], tuple[Any, int]]
-    ) -> Generator[Any, None, None]:
-        """Yield the batches called `key` from memory, or else from `read`; those are kept if all of them fit.
-
-        Args:
-            copied: a batch -> its copy and the size of the copy in bytes.
-        """
-        if key in self._kept:
-            yield from (copied(batch)[0] for batch in self._kept[key])
-            return
-        kept, taken = list[Any](), 0
-        with closing(read()) as batches:
-            for batch in batches:
-                if taken <= self._room:
-                    copy, size = copied(batch)
-                    taken += size
-                    kept.append(copy)
-                else:
-                    kept.clear()
-                yield batch
-        if taken <= self._room:
-            self._kept[key] = kept
-            self._room -= taken
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How an evaluation reads images: `transform` prepares them, `workers` processes load them (None: as many as fit
-    the cores), files are read in `channels` channels, and `value_range` scales values of over 8 bits.
-
-    With `batch` 1 images may have any sizes. `progress` labels a bar on rank 0, None for no bar; `give_up` is called
-    after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
-    """
-
-    transform: Callable[[Any], Tensor]
-    workers: int | None = None
-    value_range: ValueRange | None = None
-    batch: int = BATCH
-    progress: str | None = None
-    give_up: Callable[[], bool] = lambda: False
-    channels: int = 3
-    memory: ImageMemory | None = None
 
 
 @torch.no_grad()
@@ -210,6 +85,29 @@ def extract_features(
     return of_all[0][order], of_all[1][order, 1], unreadable
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How an evaluation reads images: `transform` prepares them, `workers` processes load them (None: as many as fit
+    the cores), files are read in `channels` channels, and `value_range` scales values of over 8 bits.
+
+    With `batch` 1 images may have any sizes. `progress` labels a bar on rank 0, None for no bar; `give_up` is called
+    after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
+    """
+
+    transform: Callable[[Any], Tensor]
+    workers: int | None = None
+    value_range: ValueRange | None = None
+    batch: int = BATCH
+    progress: str | None = None
+    give_up: Callable[[], bool] = lambda: False
+    channels: int = 3
+    memory: ImageMemory | None = None
+
+
+class GaveUp(Exception):
+    """Raised on all ranks when `give_up` returned true on one of them."""
+
+
 def _batches(
     images: LabeledImages, source: Source, mine: Sequence[int], reading: Reading
 ) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
@@ -222,6 +120,41 @@ def _batches(
         return read()
     key = id(source), tuple(mine), type(reading.transform)
     return reading.memory.batches(key, read, lambda rows: ((rows[0].clone(), rows[1].clone(), rows[2]), rows[0].nbytes))
+
+
+class ImageMemory:
+    """Keeps batches of transformed images in memory once they are read, up to `most` bytes on this rank.
+
+    A run evaluates the same images again and again; if they fit, loader processes are started only once.
+    """
+
+    def __init__(self, most: int = 256 << 20) -> None:
+        self._room, self._kept = most, dict[Any, list[Any]]()
+
+    def batches(
+        self, key: Any, read: Callable[[], Generator[Any, None, None]], copied: Callable[[Any], tuple[Any, int]]
+    ) -> Generator[Any, None, None]:
+        """Yield the batches called `key` from memory, or else from `read`; those are kept if all of them fit.
+
+        Args:
+            copied: a batch -> its copy and the size of the copy in bytes.
+        """
+        if key in self._kept:
+            yield from (copied(batch)[0] for batch in self._kept[key])
+            return
+        kept, taken = list[Any](), 0
+        with closing(read()) as batches:
+            for batch in batches:
+                if taken <= self._room:
+                    copy, size = copied(batch)
+                    taken += size
+                    kept.append(copy)
+                else:
+                    kept.clear()
+                yield batch
+        if taken <= self._room:
+            self._kept[key] = kept
+            self._room -= taken
 
 
 def load_batches(
@@ -239,6 +172,38 @@ def load_batches(
     hidden = distributed.hidden_bar(progress is not None)
     with started(loader, source) as batches:
         yield from tqdm(batches, progress, len(loader), leave=False, disable=hidden)
+
+
+class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
+    def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
+        self._source, self._indices, self._draws = source, indices, is_own(getattr(source, "whole", source))
+        self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
+        labels = source.labels
+        self._labels = [-1 if labels is None else labels[index] for index in indices]  # workers get only these
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
+        """The image, its index `i` and its label, or a text that names an unreadable image."""
+        if self._draws:  # a user's source may draw: the same for an image in each evaluation
+            seed_generators(self._indices[i])
+        try:
+            return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
+        except UnreadableImage as error:
+            return str(error)
+
+    def __getitems__(self, items: list[int]) -> list[tuple[Tensor, int, int] | str]:
+        prepare_images(self._source, [self._indices[item] for item in items])
+        return [self[item] for item in items]
+
+
+def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+    """Images (b, 3, h, w) that could be read, their indices and labels (b, 2), and texts that name the others."""
+    good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
+    if not good:
+        return torch.empty(0), torch.empty(0, 2, dtype=torch.long), bad
+    return torch.stack([row[0] for row in good]), torch.tensor([row[1:] for row in good]), bad
 
 
 def fill_rows(
@@ -276,33 +241,68 @@ def keep_generators(*devices: torch.device) -> Iterator[None]:
         np.random.set_state(others[1])
 
 
-class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
-    def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
-        self._source, self._indices, self._draws = source, indices, is_own(getattr(source, "whole", source))
-        self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
-        labels = source.labels
-        self._labels = [-1 if labels is None else labels[index] for index in indices]  # workers get only these
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
-        """The image, its index `i` and its label, or a text that names an unreadable image."""
-        if self._draws:  # a user's source may draw: the same for an image in each evaluation
-            seed_generators(self._indices[i])
-        try:
-            return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
-        except UnreadableImage as error:
-            return str(error)
-
-    def __getitems__(self, items: list[int]) -> list[tuple[Tensor, int, int] | str]:
-        prepare_images(self._source, [self._indices[item] for item in items])
-        return [self[item] for item in items]
+def find_images(model: str, source: str | None, root: str | None) -> Source:
+    """The images that the options name, else the training images of the run `model`. Raises ConfigError,
+    DataError."""
+    if recipe := recipe_of(model, source, root):
+        if recipe.data.mixture:
+            return recipe_images(recipe.data)
+        source, root = recipe.data.source, recipe.data.root
+    if source is None and root is None:
+        file = find_model_folder(model).folder / "config.yaml"
+        lost = f"{file}, which names the run's images, is missing or no file: " if holds_run(file.parent) else ""
+        raise ConfigError(f"{lost}name images, --root PLACE ({IMAGE_FORMS}), or --source photos")
+    return build_source(source or "folder", root, "train", False)
 
 
-def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
-    """Images (b, 3, h, w) that could be read, their indices and labels (b, 2), and texts that name the others."""
-    good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
-    if not good:
-        return torch.empty(0), torch.empty(0, 2, dtype=torch.long), bad
-    return torch.stack([row[0] for row in good]), torch.tensor([row[1:] for row in good]), bad
+def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
+    """The recipe of the run that `model` is or is a checkpoint of; None without a run, or if options name images. Its
+    relative paths are looked for first in the folder where the run was started."""
+    home = find_model_folder(model)
+    if source is not None or root is not None or not home.is_run:
+        return None
+    recipe = own_recipe(home.folder, (), notes := list[str](), "--root")
+    if distributed.rank() == 0:
+        for note in notes:
+            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
+    return recipe
+
+
+def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
+    """The model's value range for images of over 8 bits, else one found in these images; and notes for the user. Every
+    rank calls it. Raises ConfigError for an unknown range, or if images have other channels than the model."""
+    range_and_notes: tuple[ValueRange | None, list[str]] = (None, [])
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            wanted = len(backbone.normalization.mean)
+            sample = look_at_values(sources, wanted)
+            if sample.channels and wanted not in sample.channels:
+                there = " or ".join(map(str, sorted(sample.channels)))
+                raise ConfigError(
+                    f"{backbone.source} takes images of {wanted} channels, and those looked at have {there}, such as "
+                    f"{sources[0].name(0)}: give images of {wanted} channels, or a model that was trained on {there}"
+                )
+            chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
+            if chosen is None:
+                chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
+                remedy = "store all images alike"
+            notes = [f"{words}: the model has no range of its own"] if words else []
+            notes += [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
+            range_and_notes = chosen, notes + note_stacks(sample.stacks)
+    return distributed.gather_objects(range_and_notes)[0]
+
+
+def crop_pct_of(model: str, side: int) -> float | None:
+    """timm's crop_pct for most images of the run `model`, as evaluations at `side` pixels cut them; None without a run,
+    or where its images are not on this machine or of the user's own source."""
+    home = find_model_folder(model)
+    try:
+        data = recorded_recipe(home.folder / "config.yaml").data if home.is_run else None
+        if data is None or ":" in f"{data.source} {data.place}":
+            return None
+        source = find_images(model, None, None)
+        images = [open_image(source, i, MAX_PIXELS) for i in evenly_spaced_indices(len(source), _LOOKED_AT)]
+    except (UserError, UnreadableImage, OSError):
+        return None
+    uncut = sum(min(image.width, image.height) <= side for image in images)
+    return 1.0 if 2 * uncut > len(images) else 0.875

@@ -1,9 +1,5 @@
-"""Tracks values of evaluations over a run: the best teacher by one metric, k-NN beside its baselines, and the newest
-result of each evaluation in RUN/evaluations.json:
-
-{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "data": null, "train_images": 2880, "test_images": 936,
-"seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known. `images`: number of
-images that the teacher had seen; `data`: images of the evaluation, if not those of the run.
+"""Values of evaluations over a run: the best teacher by one metric, k-NN beside its baselines, and the newest result of
+each.
 """
 
 from __future__ import annotations
@@ -22,6 +18,11 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 
 RESULTS = "evaluations.json"
+"""The file in a run folder with the newest result of each evaluation, a value is null where it is not known:
+
+{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "data": null, "train_images": 2880, "test_images": 936,
+"seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; `images`: number of images that the teacher had seen; `data`:
+images of the evaluation, if not those of the run."""
 SHARED, MOST_SHARED = "shared", 0.5
 """Key of the part of the test images that is trained on, if any; from which part on k-NN tells nothing."""
 _LEAST_EVALUATIONS = 10

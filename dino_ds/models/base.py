@@ -1,9 +1,5 @@
-"""The contract of a backbone: what training, teachers and exports ask of any network; and the initialization of
-weights, module by module, so that no process needs to hold a whole network.
-
-A network built on a real device is initialized by its constructors; one on the meta device gets the same weights, bit
-for bit, from `init_weights_in_pieces`. Source: facebookresearch/dino; what it leaves to torch's defaults has torch's
-defaults here too.
+"""The contract of a backbone: what training, teachers and exports ask of any network, and how its weights are
+initialized.
 """
 
 from __future__ import annotations
@@ -30,79 +26,6 @@ Placer = Callable[[nn.Module], None]
 Crops = Mapping[str, Sequence[Tensor]]
 """Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
 CLS = "cls"
-
-
-def init_weights(part: nn.Module) -> None:
-    """Initialize the weights of a backbone or head, in place of torch's defaults, at the end of its constructor."""
-    for module in part.modules():
-        _init_module(module)
-
-
-def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> None:
-    """Give `part`, which is on the meta device, the weights of `drawn`, the same module initialized on the CPU."""
-    for module, other in zip(part.modules(), drawn.modules(), strict=True):
-        for name, parameter in other.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(parameter.detach()))
-        for name, buffer in other.named_buffers(recurse=False):
-            setattr(module, name, buffer)
-        placer(module)
-
-
-def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
-    """Initialize `part`, a backbone or head on the meta device, by drawing weights on the CPU, module by module."""
-    for module in part.modules():
-        if isinstance(module, nn.Linear):
-            nn.Linear(
-                module.in_features, module.out_features, module.bias is not None
-            )  # for its random numbers: its weights are drawn below
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            _fill(module, reset, placer)
-    for module in part.modules():
-        if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
-            _fill(module, partial(_init_module, module), placer)
-    left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
-    assert not left, f"no reset_parameters() of its module gives a value to {left[0]}"
-
-
-def _fill(module: nn.Module, draw_own: Callable[[], None], placer: Placer) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    draw_own()
-    placer(module)
-
-
-def _init_module(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif callable(init_tokens := getattr(module, "init_tokens", None)):
-        init_tokens()
-
-
-def patches_of(group: str) -> str:
-    """The name of a crop group's patch features, among a backbone's features."""
-    return f"patches/{group}"
-
-
-def masked_of(group: str) -> str:
-    """The name of the features of a crop group's hidden patches, among a network's features."""
-    return f"masked/{group}"
-
-
-def cls_of(group: str) -> str:
-    """The name of the CLS features of one crop group, among a network's features."""
-    return f"cls/{group}"
-
-
-def is_cast(module: nn.Module) -> bool:
-    """Whether autocast casts all weights that a module owns, so that results with a low-precision copy are the same."""
-    # timm's convolutions that standardize their weights do so in FP32. Code is compared: segments copy their forward.
-    code = getattr(type(module).forward, "__code__", None)
-    plain = code in (nn.Linear.forward.__code__, nn.Conv2d.forward.__code__)
-    return plain or (isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).__module__.startswith("dino_ds."))
 
 
 class Backbone(nn.Module, ABC):
@@ -212,6 +135,21 @@ class Backbone(nn.Module, ABC):
         )
 
 
+def patches_of(group: str) -> str:
+    """The name of a crop group's patch features, among a backbone's features."""
+    return f"patches/{group}"
+
+
+def masked_of(group: str) -> str:
+    """The name of the features of a crop group's hidden patches, among a network's features."""
+    return f"masked/{group}"
+
+
+def cls_of(group: str) -> str:
+    """The name of the CLS features of one crop group, among a network's features."""
+    return f"cls/{group}"
+
+
 def resized_patches(patches: Tensor, count: int) -> Tensor:
     """Patches (images, n, d) of square images -> (images, count, d): bicubic `F.interpolate` without antialias.
 
@@ -223,3 +161,64 @@ def resized_patches(patches: Tensor, count: int) -> Tensor:
         return patches
     maps = patches.float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
     return F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False).flatten(2).mT
+
+
+def is_cast(module: nn.Module) -> bool:
+    """Whether autocast casts all weights that a module owns, so that results with a low-precision copy are the same."""
+    # timm's convolutions that standardize their weights do so in FP32. Code is compared: segments copy their forward.
+    code = getattr(type(module).forward, "__code__", None)
+    plain = code in (nn.Linear.forward.__code__, nn.Conv2d.forward.__code__)
+    return plain or (isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).__module__.startswith("dino_ds."))
+
+
+def init_weights(part: nn.Module) -> None:
+    """Initialize the weights of a backbone or head, in place of torch's defaults, at the end of its constructor."""
+    for module in part.modules():
+        _init_module(module)
+
+
+def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
+    """Initialize `part`, a backbone or head on the meta device, by drawing weights on the CPU, module by module: no
+    process needs to hold a whole network. They are bit for bit those of a constructor on a real device.
+
+    Source: facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too.
+    """
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            # For its random numbers: its weights are drawn below.
+            nn.Linear(module.in_features, module.out_features, module.bias is not None)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            _fill(module, reset, placer)
+    for module in part.modules():
+        if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
+            _fill(module, partial(_init_module, module), placer)
+    left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
+    assert not left, f"no reset_parameters() of its module gives a value to {left[0]}"
+
+
+def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> None:
+    """Give `part`, which is on the meta device, the weights of `drawn`, the same module initialized on the CPU."""
+    for module, other in zip(part.modules(), drawn.modules(), strict=True):
+        for name, parameter in other.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach()))
+        for name, buffer in other.named_buffers(recurse=False):
+            setattr(module, name, buffer)
+        placer(module)
+
+
+def _fill(module: nn.Module, draw_own: Callable[[], None], placer: Placer) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    draw_own()
+    placer(module)
+
+
+def _init_module(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif callable(init_tokens := getattr(module, "init_tokens", None)):
+        init_tokens()

@@ -1,5 +1,5 @@
-"""The Transformer block over packed tokens, sequences of several lengths in one (tokens, width) matrix; and that of
-ViTs with rotary positions, with the parameter names of DINOv3 in timm's Eva.
+"""The Transformer blocks, with learned or rotary positions, over packed tokens: sequences of several lengths in one
+(tokens, width) matrix. Those with rotary positions have the parameter names of DINOv3 in timm's Eva.
 """
 
 from __future__ import annotations
@@ -20,130 +20,8 @@ from dino_ds.models.positions import rotate
 from dino_ds.models.specs.backbones import ViTSpec
 
 
-class PatchProjection(nn.Conv2d):
-    """The convolution that embeds patches, as one matrix product: its windows do not overlap.
-
-    Exact in FP32, where cuDNN's convolutions take TF32 unless told otherwise. A subclass, because ZeRO 3 gathers a
-    parameter only around its module's forward.
-    """
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) -> (b, patches, d); what does not fill a patch at the edges is left out."""
-        side, low = self.kernel_size[0], torch.is_autocast_enabled(images.device.type)
-        rows, columns = images.shape[-2] // side, images.shape[-1] // side
-        windows = images[..., : rows * side, : columns * side].unflatten(3, (columns, side)).unflatten(2, (rows, side))
-        dtype = torch.get_autocast_dtype(images.device.type) if low else self.weight.dtype
-        # Cut and cast in one pass; without the memory format the copy would keep the order of the image.
-        patches = windows.permute(0, 2, 4, 1, 3, 5).to(dtype, memory_format=torch.contiguous_format)
-        # Two dimensions: with three, DeepSpeed's own linear at ZeRO 3 adds the bias after rounding.
-        embedded = F.linear(patches.flatten(3).flatten(0, 2), self.weight.flatten(1), self.bias)
-        return embedded.view(images.shape[0], rows * columns, -1)
-
-
-class PatchEmbed(nn.Module):
-    def __init__(self, in_chans: int, patch_size: int, width: int) -> None:
-        super().__init__()
-        self.proj = PatchProjection(in_chans, width, kernel_size=patch_size, stride=patch_size)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) -> (b, patches, d)."""
-        return self.proj(images)
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int, swiglu: bool) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = ActivatedLinear(hidden // 2 if swiglu else hidden, width, swiglu)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (tokens, d) -> (tokens, d)."""
-        out: Tensor = self.fc2(self.fc1(x))
-        return out
-
-
-class ActivatedLinear(nn.Linear):
-    """linear(GELU(x)) or linear(SwiGLU(x)) that keeps only x for the backward pass and recomputes the activation there.
-
-    This saves an eighth of the tensors that a block keeps, for one more pass over x. torch.compile decides for itself.
-    """
-
-    def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
-        super().__init__(n_in, n_out)
-        self.swiglu = swiglu
-
-    def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
-        """x (tokens, n_in) -> (tokens, n_out). SwiGLU: x is the gate, or without `value` both, (tokens, 2 n_in)."""
-        return self.activated_linear(x, value, self.weight, self.bias)
-
-    def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` with this weight and bias instead of the layer's."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return F.linear(_activate(x, value, self.swiglu), weight, bias)
-        out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
-        return out
-
-
-class _ActivatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
-        ctx.save_for_backward(x, value, weight)
-        ctx.swiglu = swiglu
-        return F.linear(_activate(x, value, swiglu), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
-        # The weight gradient comes first: only it needs the activation.
-        of_weight, of_bias = ctx.needs_input_grad[1:3]
-        grads = (
-            grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None,
-            grad.sum(dim=0) if of_bias else None,
-        )
-        # If autocast was on in the forward pass alone, the gradient has autocast's dtype, and the weight its own.
-        inner = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        if not ctx.swiglu:
-            return torch.ops.aten.gelu_backward(inner, x), *grads, None, None
-        if value is not None:
-            grad_value = inner * F.silu(x)
-            return torch.ops.aten.silu_backward(inner.mul_(value), x), *grads, grad_value, None
-        gate, value = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        torch.mul(inner, F.silu(gate), out=grad_x[:, inner.shape[1] :])
-        grad_x[:, : inner.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(value), gate)
-        return grad_x, *grads, None, None
-
-
-def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
-    if not swiglu:
-        return F.gelu(x)
-    gate, value = x.chunk(2, dim=-1) if value is None else (x, value)
-    return F.silu(gate) * value
-
-
-def norm_layer(arch: ViTSpec, layer_norm: type[nn.LayerNorm] = nn.LayerNorm) -> nn.Module:
-    return (nn.RMSNorm if arch.rms_norm else layer_norm)(arch.width, eps=arch.norm_eps)
-
-
-class BlockNorm(nn.LayerNorm):
-    """LayerNorm that a teacher on a GPU computes in one kernel with the cast of its FP32 result to autocast's dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or not fuses_in_block(x):
-            return super().forward(x)
-        found: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(kind))
-        return found
-
-
-@fused(kernels=1, x=2)
-def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(dtype)
-
-
 class Block(nn.Module):
-    """The block of ViTs with learned positions; `dino_ds.models.blocks.RotaryBlock` has other parts."""
+    """The block of ViTs with learned positions; `RotaryBlock` has other parts."""
 
     def __init__(self, arch: ViTSpec, attention: str) -> None:
         super().__init__()
@@ -229,6 +107,33 @@ def _selected(x: Tensor, selection: Selection | None) -> Tensor:
     return x if selection is None else x.index_select(0, selection.rows)
 
 
+class RotaryBlock(Block):
+    """A block whose LayerScale is in its own parameters: `gamma_1` of the attention, `gamma_2` of the MLP."""
+
+    def __init__(self, arch: ViTSpec, attention: str) -> None:
+        nn.Module.__init__(self)
+        self._layer_scale = arch.layer_scale or 0.0
+        self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
+        self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
+        self.norm1 = norm_layer(arch, BlockNorm)
+        self.attn = RotaryAttention(arch, attention)
+        self.norm2 = norm_layer(arch, BlockNorm)
+        hidden = arch.mlp_widths[1]
+        self.mlp = GatedMlp(arch.width, hidden) if arch.swiglu else Mlp(arch.width, hidden, swiglu=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for gamma in (self.gamma_1, self.gamma_2):
+            if gamma is not None:
+                nn.init.constant_(gamma, self._layer_scale)
+
+    def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
+        return add_branch(x, branch, self.gamma_1, drop)
+
+    def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
+        return add_branch(x, branch, self.gamma_2, drop)
+
+
 class RotaryAttention(Attention):
     """Attention that rotates queries and keys by their patch's position. Only queries and values may have a bias."""
 
@@ -262,6 +167,68 @@ class RotaryAttention(Attention):
         return queries, rotate(others, packing.groups, tables, (1, 2), self.heads)
 
 
+class PatchEmbed(nn.Module):
+    def __init__(self, in_chans: int, patch_size: int, width: int) -> None:
+        super().__init__()
+        self.proj = PatchProjection(in_chans, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) -> (b, patches, d)."""
+        return self.proj(images)
+
+
+class PatchProjection(nn.Conv2d):
+    """The convolution that embeds patches, as one matrix product: its windows do not overlap.
+
+    Exact in FP32, where cuDNN's convolutions take TF32 unless told otherwise. A subclass, because ZeRO 3 gathers a
+    parameter only around its module's forward.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) -> (b, patches, d); what does not fill a patch at the edges is left out."""
+        side, low = self.kernel_size[0], torch.is_autocast_enabled(images.device.type)
+        rows, columns = images.shape[-2] // side, images.shape[-1] // side
+        windows = images[..., : rows * side, : columns * side].unflatten(3, (columns, side)).unflatten(2, (rows, side))
+        dtype = torch.get_autocast_dtype(images.device.type) if low else self.weight.dtype
+        # Cut and cast in one pass; without the memory format the copy would keep the order of the image.
+        patches = windows.permute(0, 2, 4, 1, 3, 5).to(dtype, memory_format=torch.contiguous_format)
+        # Two dimensions: with three, DeepSpeed's own linear at ZeRO 3 adds the bias after rounding.
+        embedded = F.linear(patches.flatten(3).flatten(0, 2), self.weight.flatten(1), self.bias)
+        return embedded.view(images.shape[0], rows * columns, -1)
+
+
+def norm_layer(arch: ViTSpec, layer_norm: type[nn.LayerNorm] = nn.LayerNorm) -> nn.Module:
+    return (nn.RMSNorm if arch.rms_norm else layer_norm)(arch.width, eps=arch.norm_eps)
+
+
+class BlockNorm(nn.LayerNorm):
+    """LayerNorm that a teacher on a GPU computes in one kernel with the cast of its FP32 result to autocast's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or not fuses_in_block(x):
+            return super().forward(x)
+        normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(kind))
+        return normed
+
+
+@fused(kernels=1, x=2)
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(dtype)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, swiglu: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = ActivatedLinear(hidden // 2 if swiglu else hidden, width, swiglu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (tokens, d) -> (tokens, d)."""
+        out: Tensor = self.fc2(self.fc1(x))
+        return out
+
+
 class GatedMlp(nn.Module):
     """SwiGLU with gate and value from two linear layers."""
 
@@ -277,28 +244,61 @@ class GatedMlp(nn.Module):
         return out
 
 
-class RotaryBlock(Block):
-    """A block whose LayerScale is in its own parameters: `gamma_1` of the attention, `gamma_2` of the MLP."""
+class ActivatedLinear(nn.Linear):
+    """linear(GELU(x)) or linear(SwiGLU(x)) that keeps only x for the backward pass and recomputes the activation there.
 
-    def __init__(self, arch: ViTSpec, attention: str) -> None:
-        nn.Module.__init__(self)
-        self._layer_scale = arch.layer_scale or 0.0
-        self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
-        self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
-        self.norm1 = norm_layer(arch, BlockNorm)
-        self.attn = RotaryAttention(arch, attention)
-        self.norm2 = norm_layer(arch, BlockNorm)
-        hidden = arch.mlp_widths[1]
-        self.mlp = GatedMlp(arch.width, hidden) if arch.swiglu else Mlp(arch.width, hidden, swiglu=False)
-        self.reset_parameters()
+    This saves an eighth of the tensors that a block keeps, for one more pass over x. torch.compile decides for itself.
+    """
 
-    def reset_parameters(self) -> None:
-        for gamma in (self.gamma_1, self.gamma_2):
-            if gamma is not None:
-                nn.init.constant_(gamma, self._layer_scale)
+    def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
+        super().__init__(n_in, n_out)
+        self.swiglu = swiglu
 
-    def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        return add_branch(x, branch, self.gamma_1, drop)
+    def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
+        """x (tokens, n_in) -> (tokens, n_out). SwiGLU: x is the gate, or without `value` both, (tokens, 2 n_in)."""
+        return self.activated_linear(x, value, self.weight, self.bias)
 
-    def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        return add_branch(x, branch, self.gamma_2, drop)
+    def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute `forward` with this weight and bias instead of the layer's."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return F.linear(_activate(x, value, self.swiglu), weight, bias)
+        out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
+        return out
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
+        ctx.save_for_backward(x, value, weight)
+        ctx.swiglu = swiglu
+        return F.linear(_activate(x, value, swiglu), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
+        # The weight gradient comes first: only it needs the activation.
+        of_weight, of_bias = ctx.needs_input_grad[1:3]
+        grads = (
+            grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None,
+            grad.sum(dim=0) if of_bias else None,
+        )
+        # If autocast was on in the forward pass alone, the gradient has autocast's dtype, and the weight its own.
+        inner = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        if not ctx.swiglu:
+            return torch.ops.aten.gelu_backward(inner, x), *grads, None, None
+        if value is not None:
+            grad_value = inner * F.silu(x)
+            return torch.ops.aten.silu_backward(inner.mul_(value), x), *grads, grad_value, None
+        gate, value = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        torch.mul(inner, F.silu(gate), out=grad_x[:, inner.shape[1] :])
+        grad_x[:, : inner.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(value), gate)
+        return grad_x, *grads, None, None
+
+
+def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
+    if not swiglu:
+        return F.gelu(x)
+    gate, value = x.chunk(2, dim=-1) if value is None else (x, value)
+    return F.silu(gate) * value

@@ -1,8 +1,8 @@
-"""Stochastic depth whose decisions follow from the image, not from a generator's state; and the residual branch that it
-and LayerScale scale, added to all rows or to those of kept sequences.
+"""Stochastic depth whose decisions follow from the image, and the residual branch that it and LayerScale scale.
 
 Whether a crop skips a branch is a hash of (key of the image, view, block, branch): the same on any rank, for any
 micro-batch, after a resume and in the recomputation of a checkpointed block.
+
 Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linearly, as in facebookresearch/dino, or are
 all the same, as in facebookresearch/dinov2.
 """
@@ -56,8 +56,8 @@ def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
 
     rates: of the first and of the last block; rates of the blocks between are interpolated linearly.
     """
-    found: Tensor = (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
-    return found
+    scales: Tensor = (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
+    return scales
 
 
 @fused(kernels=1, draws=2)
@@ -198,8 +198,8 @@ def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | K
     """
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
-        found: Tensor = _FusedAdd.apply(x, branch, gamma, scales, places)
-        return found
+        total: Tensor = _FusedAdd.apply(x, branch, gamma, scales, places)
+        return total
     if gamma is not None:
         branch = branch * gamma
     if isinstance(drop, Kept):
@@ -245,10 +245,9 @@ class _FusedAdd(torch.autograd.Function):
         places, inverse = kept
         ctx.save_for_backward(branch if ctx.needs_input_grad[2] else None, gamma, scales, places)
         ctx.dtype = branch.dtype
-        found: Tensor = (
-            _sum(x, branch, gamma, scales) if inverse is None else sum_kept(x, branch, gamma, scales, inverse)
-        )
-        return found
+        if inverse is None:
+            return _sum(x, branch, gamma, scales)
+        return sum_kept(x, branch, gamma, scales, inverse)
 
     @staticmethod
     @once_differentiable

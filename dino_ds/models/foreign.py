@@ -1,6 +1,5 @@
-"""A timm network, or the user's own, as a backbone; its parameters keep their names.
-
-Builds a backbone from its spec.
+"""A timm network, or the user's own, as a backbone whose parameters keep their names; and the class that any spec is
+built by.
 """
 
 from __future__ import annotations
@@ -141,8 +140,8 @@ class ForeignBackbone(Backbone):
         wanted = self.options.channels_last
         if images.is_cuda if wanted is None else wanted:
             images = images.contiguous(memory_format=torch.channels_last)
-        found: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
-        return found
+        features: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
+        return features
 
 
 class KeyedDropPath(nn.Module):
@@ -169,7 +168,7 @@ class _Segment(nn.Module):
         number, backbone = self.__dict__["_place_in_backbone"]
         # Lists are copied: DenseNet appends to a list after a segment got it.
         copied = [list(argument) if isinstance(argument, list) else argument for argument in inputs]
-        return backbone().run_segment(number, run, *copied)
+        return backbone.run_segment(number, run, *copied)
 
 
 def _run(
@@ -192,18 +191,8 @@ def _make_segment(module: nn.Module, number: int, backbone: Backbone) -> None:
         copied.__kwdefaults__ = forward.__kwdefaults__
         members["forward"] = copied
     module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
-    module.__dict__["_place_in_backbone"] = (number, _Reference(backbone))
+    module.__dict__["_place_in_backbone"] = (number, backbone)  # in a tuple: not registered as a child
     module.__dict__["_keyed_drops"] = [part for part in module.modules() if isinstance(part, KeyedDropPath)]
-
-
-class _Reference:
-    """Returns the backbone: as a plain attribute of a segment it would become a child of its own child."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        self._backbone = backbone
-
-    def __call__(self) -> Backbone:
-        return self._backbone
 
 
 BACKBONE_CLASSES: dict[type[BackboneSpec], Callable[..., Backbone]] = {

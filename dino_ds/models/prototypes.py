@@ -1,6 +1,5 @@
-"""The projection head (MLP, L2 normalization, prototypes), and cross-entropies that never hold a whole (rows,
-prototypes) matrix: logits are stored as unit rows (n, c) and prototypes (k, c), and multiplied out tile by tile, as
-often as needed, in FP32 whatever the engine's precision.
+"""The projection head (MLP, L2 normalization, prototypes), and its cross-entropies, which never hold a whole (rows,
+prototypes) matrix.
 
 Source: facebookresearch/dino `DINOHead`; its `weight_norm` layer is `Prototypes` here, because torch's weight_norm
 can't be deep-copied and sees no weights under ZeRO 3.
@@ -33,8 +32,111 @@ _CPU_BLOCK = 1024
 _BLOCK = {"cpu": 256, "cuda": 65536}
 
 
+class DinoHead(nn.Module):
+    """Features (n, width) -> logits over the prototypes, as factors and before any temperature; with a `Comparison`,
+    their loss against a teacher's logits.
+
+    learned_lengths: whether the prototypes' lengths are trained (facebookresearch/dinov2) or are 1.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, bottleneck: int, prototypes: int, layers: int, learned_lengths: bool = False
+    ) -> None:
+        super().__init__()
+        sizes = [width] + [hidden] * (layers - 1) + [bottleneck]
+        modules: list[nn.Module] = []
+        for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
+            if i:
+                modules.append(nn.GELU())
+            modules.append(nn.Linear(n_in, n_out))
+        self.mlp = nn.Sequential(*modules)
+        self.prototypes = Prototypes(bottleneck, prototypes, learned_lengths)
+        init_weights(self)
+
+    def free_prototypes(self) -> DinoHead:
+        """Replace the prototypes by those of a plain linear layer, of any length (facebookresearch/dinov3)."""
+        prototypes, bottleneck = self.prototypes.weight.shape
+        self.prototypes = Prototypes(bottleneck, prototypes, free=True)
+        return self
+
+    def add_batch_norm(self, synced: bool) -> DinoHead:
+        """Put BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""
+        modules: list[nn.Module] = []
+        for module in self.mlp:
+            if isinstance(module, nn.GELU):
+                width = modules[-1].out_features
+                assert isinstance(width, int)
+                modules.append(nn.BatchNorm1d(width))
+            modules.append(module)
+        self.mlp = nn.Sequential(*modules)
+        use_own_batch_norm(self, synced)
+        return self
+
+    def forward(self, features: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
+        """features (n, width) -> logits, or the loss of the comparison."""
+        output: Logits | Compared = self.prototypes(self.mlp(features), comparison)
+        return output
+
+
+class RegressionHead(nn.Linear):
+    """Features (..., width) -> a teacher's features (..., its width): one linear layer, for distillation."""
+
+    def forward(self, features: Tensor, comparison: Comparison | None = None) -> Tensor:
+        return super().forward(features)
+
+
+class Prototypes(nn.Module):
+    """Cosines between bottleneck features and k prototypes, times the prototypes' lengths if `learned_lengths`. FP32.
+
+    free: prototypes are the rows of a plain linear layer and keep their own lengths (facebookresearch/dinov3).
+    While `frozen`, the weight gets a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a parameter
+    without one, and a frozen gradient must not enter the clipping norm.
+    """
+
+    def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False, free: bool = False) -> None:
+        super().__init__()
+        assert not (free and learned_lengths), "free prototypes have their lengths in themselves"
+        self.free = free
+        self.weight = nn.Parameter(torch.empty(prototypes, bottleneck))
+        self.lengths = nn.Parameter(torch.empty(prototypes, 1)) if learned_lengths else None
+        self.frozen = False
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.free:
+            nn.init.trunc_normal_(self.weight, std=0.02)
+            return
+        # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
+        # rows sets how far one step of Adam turns them.
+        bound = self.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.lengths is not None:
+            nn.init.ones_(self.lengths)
+
+    def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
+        """z (n, bottleneck) of any length -> logits, or the loss of the comparison."""
+        low = self.weight.dtype != torch.float32 or torch.is_autocast_enabled(z.device.type)
+        with torch.autocast(z.device.type, enabled=False):
+            rows = F.normalize(z.float(), dim=-1)
+            if comparison is None:
+                weight = self.weight.float()
+                return Logits(rows, weight, _scale(weight, self.lengths, self.free)[0], low)
+            how = comparison, self.frozen, self.free, low
+            loss, entropy = _TiledCrossEntropy.apply(rows, self.weight, self.lengths, how)
+            return Compared(loss, entropy, comparison.share(len(rows)))
+
+
+def _scale(weight: Tensor, lengths: Tensor | None, free: bool) -> tuple[Tensor, Tensor]:
+    """Two factors (k,): from products with the FP32 weight to logits, and 1 / length of its rows. Ones if `free`."""
+    if free:
+        ones = weight.new_ones(len(weight))
+        return ones, ones
+    inverse = torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12).reciprocal()
+    return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
+
+
 class Logits(NamedTuple):
-    """Logits (n, k) = (rows @ weight.T) * scale, not multiplied out.
+    """Logits (n, k) = (rows @ weight.T) * scale, multiplied out tile by tile, as often as needed, in FP32.
 
     rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: whether the engine computes in bf16 or fp16.
     """
@@ -101,17 +203,6 @@ class Compared(NamedTuple):
     share: float = 1.0
 
 
-def tile_rows(weight: Tensor, fused: bool) -> int:
-    """Rows of logits that are multiplied out at a time; fused: by functions that need no further scratch."""
-    kind = "fused" if fused else device_kind(weight.device.type)
-    return max(1, _TILE.get(kind, _TILE["cuda"]) // (4 * len(weight)))
-
-
-def part_rows(weight: Tensor) -> int:
-    """Rows of a tile that are processed at a time."""
-    return max(1, _PART.get(device_kind(weight.device.type), _TILE["cuda"]) // (4 * len(weight)))
-
-
 @contextmanager
 def tf32(wanted: bool) -> Iterator[None]:
     """Context in which a GPU computes FP32 products in TF32, which rounds less than bf16 and no more than fp16 does.
@@ -130,54 +221,15 @@ def tf32(wanted: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-class Prototypes(nn.Module):
-    """Cosines between bottleneck features and k prototypes, times the prototypes' lengths if `learned_lengths`. FP32.
-
-    free: prototypes are the rows of a plain linear layer and keep their own lengths (facebookresearch/dinov3).
-    While `frozen`, the weight gets a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a parameter
-    without one, and a frozen gradient must not enter the clipping norm.
-    """
-
-    def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False, free: bool = False) -> None:
-        super().__init__()
-        assert not (free and learned_lengths), "free prototypes have their lengths in themselves"
-        self.free = free
-        self.weight = nn.Parameter(torch.empty(prototypes, bottleneck))
-        self.lengths = nn.Parameter(torch.empty(prototypes, 1)) if learned_lengths else None
-        self.frozen = False
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.free:
-            nn.init.trunc_normal_(self.weight, std=0.02)
-            return
-        # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
-        # rows sets how far one step of Adam turns them.
-        bound = self.weight.shape[1] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.lengths is not None:
-            nn.init.ones_(self.lengths)
-
-    def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
-        """z (n, bottleneck) of any length -> logits, or the loss of the comparison."""
-        low = self.weight.dtype != torch.float32 or torch.is_autocast_enabled(z.device.type)
-        with torch.autocast(z.device.type, enabled=False):
-            rows = F.normalize(z.float(), dim=-1)
-            if comparison is None:
-                weight = self.weight.float()
-                return Logits(rows, weight, _scale(weight, self.lengths, self.free)[0], low)
-            how = comparison, self.frozen, self.free, low
-            loss, entropy = _TiledCrossEntropy.apply(rows, self.weight, self.lengths, how)
-            return Compared(loss, entropy, comparison.share(len(rows)))
+def tile_rows(weight: Tensor, fused: bool) -> int:
+    """Rows of logits that are multiplied out at a time; fused: by functions that need no further scratch."""
+    kind = "fused" if fused else device_kind(weight.device.type)
+    return max(1, _TILE.get(kind, _TILE["cuda"]) // (4 * len(weight)))
 
 
-def _scale(weight: Tensor, lengths: Tensor | None, free: bool) -> tuple[Tensor, Tensor]:
-    """Two factors (k,): from products with the FP32 weight to logits, and 1 / length of its rows. Ones if `free`."""
-    if free:
-        ones = weight.new_ones(len(weight))
-        return ones, ones
-    inverse = torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12).reciprocal()
-    return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
+def part_rows(weight: Tensor) -> int:
+    """Rows of a tile that are processed at a time."""
+    return max(1, _PART.get(device_kind(weight.device.type), _TILE["cuda"]) // (4 * len(weight)))
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
@@ -410,56 +462,3 @@ def _turned(grad_weight: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) 
 def _lse(logits: Tensor, probs: Tensor) -> Tensor:
     """ln of the sum of exp(logits), whose softmax is `probs`."""
     return logits.amax(dim=-1) - probs.amax(dim=-1).log()
-
-
-class DinoHead(nn.Module):
-    """Features (n, width) -> logits over the prototypes, as factors and before any temperature; with a `Comparison`,
-    their loss against a teacher's logits.
-
-    learned_lengths: whether the prototypes' lengths are trained (facebookresearch/dinov2) or are 1.
-    """
-
-    def __init__(
-        self, width: int, hidden: int, bottleneck: int, prototypes: int, layers: int, learned_lengths: bool = False
-    ) -> None:
-        super().__init__()
-        sizes = [width] + [hidden] * (layers - 1) + [bottleneck]
-        modules: list[nn.Module] = []
-        for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
-            if i:
-                modules.append(nn.GELU())
-            modules.append(nn.Linear(n_in, n_out))
-        self.mlp = nn.Sequential(*modules)
-        self.prototypes = Prototypes(bottleneck, prototypes, learned_lengths)
-        init_weights(self)
-
-    def free_prototypes(self) -> DinoHead:
-        """Replace the prototypes by those of a plain linear layer, of any length (facebookresearch/dinov3)."""
-        prototypes, bottleneck = self.prototypes.weight.shape
-        self.prototypes = Prototypes(bottleneck, prototypes, free=True)
-        return self
-
-    def add_batch_norm(self, synced: bool) -> DinoHead:
-        """Put BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""
-        modules: list[nn.Module] = []
-        for module in self.mlp:
-            if isinstance(module, nn.GELU):
-                width = modules[-1].out_features
-                assert isinstance(width, int)
-                modules.append(nn.BatchNorm1d(width))
-            modules.append(module)
-        self.mlp = nn.Sequential(*modules)
-        use_own_batch_norm(self, synced)
-        return self
-
-    def forward(self, features: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
-        """features (n, width) -> logits, or the loss of the comparison."""
-        found: Logits | Compared = self.prototypes(self.mlp(features), comparison)
-        return found
-
-
-class RegressionHead(nn.Linear):
-    """Features (..., width) -> a teacher's features (..., its width): one linear layer, for distillation."""
-
-    def forward(self, features: Tensor, comparison: Comparison | None = None) -> Tensor:
-        return super().forward(features)

@@ -1,6 +1,4 @@
-"""Makes pages that are one file and fetch nothing, with charts as SVG by matplotlib; jinja2 escapes all text, so that
-none is taken for HTML.
-"""
+"""Pages that are one file and fetch nothing, with charts as SVG by matplotlib; jinja2 escapes all text."""
 
 from __future__ import annotations
 

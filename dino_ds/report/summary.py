@@ -57,7 +57,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def make_finding(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
+def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
     """Judge whether the run has learned something: return good, odd or bad, and a sentence that says what to do."""
     path = shlex.quote(str(run.path))
     if run.metrics["collapsed"].last == 1:

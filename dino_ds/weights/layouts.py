@@ -1,9 +1,9 @@
 """Weights that were read from files, under our names, which are timm's; and the maps from names of facebookresearch's
 dino, dinov2, dinov3 and of Hugging Face's ViTs.
 
-Sources for dinov3: timm's own converter (timm/models/eva.py), and facts of the released files: they have biases of
-keys, masked to zero, and periods of the rotation that are rounded to bfloat16. timm's `checkpoint_filter_fn` can't be
-used here: it needs a model of the right sizes first, drops heads and mask tokens, and checks neither.
+Sources for dinov3: timm's own converter (timm/models/eva.py), and facts of the released files. timm's
+`checkpoint_filter_fn` can't be used here: it needs a model of the right sizes first, drops heads and mask tokens, and
+checks neither.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""A file of weights and the JSON next to it, its sidecar, and checkpoints in any folder: whatever reads weights
-verifies them.
-
-The sidecar holds length and CRC32 of its file of weights, a checksum of its own content, and mean, deviation and range
-of the training images' values. Two files can't be replaced in one step, so the sidecar is written first and describes
-the old file too until that is replaced: whenever the process dies, one of its two descriptions fits the file on the
-disk. Sidecars of other programs have no checksums, and are not verified.
+"""The JSON beside a file of weights, its sidecar: writes and verifies it, and reads what it says about training images.
+Checkpoints in any folder are opened here too, verified.
 """
 
 from __future__ import annotations
@@ -51,106 +46,6 @@ _SETTLED_SECONDS = 2.0
 _known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
-def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
-    """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
-    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where those of other channels are not
-    stated."""
-    stated = stated_normalization(about, channels)
-    if stated is None and channels not in USUAL_CHANNELS:
-        raise CheckpointError(
-            f"no file says the mean and std of its images' {channels} channels: write both, {channels} numbers each, "
-            f"black 0 and white 1, into the JSON beside the weights (FILE.pth.json, or FILE.json of FILE.safetensors)"
-        )
-    return stated or Normalization.usual(channels)
-
-
-def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
-    """Mean and deviation as the file next to the weights states them, None if it does not.
-
-    A single number holds for all channels. Raises CheckpointError unless there is a number per channel, and for
-    deviations that are not positive.
-    """
-    stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
-    if not stated:
-        return None
-    try:
-        both = [stated[name] for name in ("mean", "std")]
-        each = ([value] * channels if isinstance(value, int | float) else value for value in both)
-        mean, std = (tuple(float(value) for value in values) for values in each)
-        if not len(mean) == len(std) == channels or not all(abs(value) <= _MOST for value in mean):
-            raise ValueError
-        if not all(1 / _MOST**2 <= value <= _MOST for value in std):
-            raise ValueError
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
-            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
-        ) from None
-    return Normalization(mean, std)
-
-
-def notes_on_mean(about: Mapping[str, Any], channels: int) -> list[str]:
-    """A note where no file says the mean and deviation that were removed from training images."""
-    said = stated_normalization(about, channels)
-    return [] if said else ["no file says the mean and std of its images: ImageNet's, unless data.mean sets others"]
-
-
-def range_of(about: Mapping[str, Any]) -> ValueRange | None:
-    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
-    if "value_range" not in about:
-        return None
-    try:
-        low, high = (float(value) for value in about["value_range"])
-        if not (-1e18 <= low < high <= 1e18 and high - low >= 1e-18):  # as data.value_range
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
-        ) from None
-    return low, high
-
-
-def notes_on_range(theirs: ValueRange | None, ours: ValueRange | None) -> list[str]:
-    """A note where weights were trained on another range of values than this run's."""
-    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
-    return [] if theirs == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
-
-
-def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Mean and standard deviation of a Hugging Face image processor, {} if it has none, and notes on them.
-
-    Raises CheckpointError for a processor that does not scale pixels to [0, 1] and then normalize them.
-    """
-    if not processor:
-        return {}, []
-    wanted = {"do_rescale": True, "do_normalize": True, "rescale_offset": False, "rescale_factor": 1 / 255}
-    for key, value in wanted.items():
-        setting = processor.get(key, value)
-        if not isinstance(setting, bool | float) or abs(setting - value) > 1e-6:
-            raise CheckpointError(f"{PROCESSOR}: {key} {str(setting)[:20]} is not known to dino_ds, only {value:.6g}")
-    mean, std = (processor.get(key) for key in ("image_mean", "image_std"))
-    if mean is None or std is None:
-        return {}, [f"{PROCESSOR} has no image_mean or image_std: the usual ones are taken"]
-    return {"mean": mean, "std": std}, []
-
-
-def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """The side of native images in timm's config.json, or None; not checked. arguments: the model's."""
-    stated = config["pretrained_cfg"] if isinstance(config.get("pretrained_cfg"), dict) else config
-    sizes = stated.get("input_size")
-    return arguments.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
-
-
-def timm_statistics(config: Any) -> dict[str, Any]:
-    """Mean and deviation in timm's pretrained_cfg, {} unless both have one number per channel."""
-    if not isinstance(config, dict):
-        return {}
-    mean, std, size = (config.get(name) for name in ("mean", "std", "input_size"))
-    if not (isinstance(mean, list) and isinstance(std, list) and isinstance(size, list) and size):
-        return {}
-    return {"mean": mean, "std": std} if len(mean) == len(std) == size[0] else {}
-
-
 def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None], facts: Facts) -> None:
     """Replace a file of weights by the one that `write` makes at a path, and its sidecar by `facts`. Raises OSError.
 
@@ -191,16 +86,6 @@ def read_sidecar(weights: Path) -> Facts:
     return _plain(facts)
 
 
-def read_json(path: Path) -> Facts:
-    """The object in a JSON file, {} where there is no such file. Raises CheckpointError for any other content."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read ({one_line(error, 80)}): bring it back, or remove it") from None
-
-
 def read_facts(sidecar: Path) -> Facts:
     """The content of a sidecar as it is, {} if there is none. Raises CheckpointError where its own checksum differs."""
     facts = read_json(sidecar)
@@ -213,6 +98,16 @@ def read_facts(sidecar: Path) -> Facts:
             f"remove its {_SUM!r}"
         )
     return facts
+
+
+def read_json(path: Path) -> Facts:
+    """The object in a JSON file, {} where there is no such file. Raises CheckpointError for any other content."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read ({one_line(error, 80)}): bring it back, or remove it") from None
 
 
 def _fitting(facts: Facts, record: FileRecord) -> Facts | None:
@@ -277,21 +172,6 @@ def about_teacher(
     }
 
 
-def about_checkpoint(saved: Manifest) -> dict[str, Any]:
-    """The content that teacher.json would have, written from this checkpoint. Raises CheckpointError."""
-    return about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
-
-
-def recipe_of(saved: Manifest) -> Recipe:
-    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is none."""
-    try:
-        return Recipe.model_validate(saved.recipe)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"its recipe can't be used ({where}: {first['msg']})") from None
-
-
 def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
     backbone, size = recipe.model.backbone, recipe.crops.global_size
     facts = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
@@ -306,6 +186,21 @@ def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
         "timm_name": name,
         "timm_arguments": arguments,
     }
+
+
+def about_checkpoint(saved: Manifest) -> dict[str, Any]:
+    """The content that teacher.json would have, written from this checkpoint. Raises CheckpointError."""
+    return about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
+
+
+def recipe_of(saved: Manifest) -> Recipe:
+    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is none."""
+    try:
+        return Recipe.model_validate(saved.recipe)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"its recipe can't be used ({where}: {first['msg']})") from None
 
 
 def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
@@ -337,3 +232,103 @@ def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes:
     if time.time() - at.st_ctime > _SETTLED_SECONDS:
         _known_sums[key] = record
     return record
+
+
+def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
+    """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
+    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where those of other channels are not
+    stated."""
+    stated = stated_normalization(about, channels)
+    if stated is None and channels not in USUAL_CHANNELS:
+        raise CheckpointError(
+            f"no file says the mean and std of its images' {channels} channels: write both, {channels} numbers each, "
+            f"black 0 and white 1, into the JSON beside the weights (FILE.pth.json, or FILE.json of FILE.safetensors)"
+        )
+    return stated or Normalization.usual(channels)
+
+
+def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
+    """Mean and deviation as the file next to the weights states them, None if it does not.
+
+    A single number holds for all channels. Raises CheckpointError unless there is a number per channel, and for
+    deviations that are not positive.
+    """
+    stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
+    if not stated:
+        return None
+    try:
+        both = [stated[name] for name in ("mean", "std")]
+        each = ([value] * channels if isinstance(value, int | float) else value for value in both)
+        mean, std = (tuple(float(value) for value in values) for values in each)
+        if not len(mean) == len(std) == channels or not all(abs(value) <= _MOST for value in mean):
+            raise ValueError
+        if not all(1 / _MOST**2 <= value <= _MOST for value in std):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
+            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
+        ) from None
+    return Normalization(mean, std)
+
+
+def notes_on_mean(about: Mapping[str, Any], channels: int) -> list[str]:
+    """A note where no file says the mean and deviation that were removed from training images."""
+    said = stated_normalization(about, channels)
+    return [] if said else ["no file says the mean and std of its images: ImageNet's, unless data.mean sets others"]
+
+
+def range_of(about: Mapping[str, Any]) -> ValueRange | None:
+    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
+    if "value_range" not in about:
+        return None
+    try:
+        low, high = (float(value) for value in about["value_range"])
+        if not (-1e18 <= low < high <= 1e18 and high - low >= 1e-18):  # as data.value_range
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high
+
+
+def notes_on_range(trained_on: ValueRange | None, ours: ValueRange | None) -> list[str]:
+    """A note where weights were trained on another range of values than this run's."""
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (trained_on, ours))
+    return [] if trained_on == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
+
+
+def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Mean and standard deviation of a Hugging Face image processor, {} if it has none, and notes on them.
+
+    Raises CheckpointError for a processor that does not scale pixels to [0, 1] and then normalize them.
+    """
+    if not processor:
+        return {}, []
+    wanted = {"do_rescale": True, "do_normalize": True, "rescale_offset": False, "rescale_factor": 1 / 255}
+    for key, value in wanted.items():
+        setting = processor.get(key, value)
+        if not isinstance(setting, bool | float) or abs(setting - value) > 1e-6:
+            raise CheckpointError(f"{PROCESSOR}: {key} {str(setting)[:20]} is not known to dino_ds, only {value:.6g}")
+    mean, std = (processor.get(key) for key in ("image_mean", "image_std"))
+    if mean is None or std is None:
+        return {}, [f"{PROCESSOR} has no image_mean or image_std: the usual ones are taken"]
+    return {"mean": mean, "std": std}, []
+
+
+def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """The side of native images in timm's config.json, or None; not checked. arguments: the model's."""
+    stated = config["pretrained_cfg"] if isinstance(config.get("pretrained_cfg"), dict) else config
+    sizes = stated.get("input_size")
+    return arguments.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
+
+
+def timm_statistics(config: Any) -> dict[str, Any]:
+    """Mean and deviation in timm's pretrained_cfg, {} unless both have one number per channel."""
+    if not isinstance(config, dict):
+        return {}
+    mean, std, size = (config.get(name) for name in ("mean", "std", "input_size"))
+    if not (isinstance(mean, list) and isinstance(std, list) and isinstance(size, list) and size):
+        return {}
+    return {"mean": mean, "std": std} if len(mean) == len(std) == size[0] else {}

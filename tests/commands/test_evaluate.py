@@ -248,12 +248,12 @@ def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, eval
 
 
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
-    make_finding = evaluate.evaluate
+    original = evaluate.evaluate
 
     def fail(name, context):
         if name == "ridge":
             raise DataError("the disk is gone")
-        return make_finding(name, context)
+        return original(name, context)
 
     monkeypatch.setattr(evaluate, "evaluate", fail)
     with pytest.raises(DataError, match="the disk is gone"):

@@ -16,7 +16,7 @@ def ask(tmp_path, monkeypatch):
     calls = []
 
     def ask(about="this"):
-        monkeypatch.setattr(step_costs, "_found", {})
+        monkeypatch.setattr(step_costs, "_known", {})
         return step_costs.kept({"about": about}, dict[str, int], lambda: calls.append(about) or {"n": len(calls)})["n"]
 
     return ask

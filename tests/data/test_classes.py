@@ -12,7 +12,7 @@ import torch
 from dino_ds.commands.embedding_parts import _named
 from dino_ds.commands.find import Embedded
 from dino_ds.config.sections import DataSection
-from dino_ds.data.classes import join_classes
+from dino_ds.data.listing import join_classes
 from dino_ds.data.root import open_files
 from dino_ds.data.sources import recipe_images
 from dino_ds.errors import DataError

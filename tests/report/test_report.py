@@ -19,7 +19,7 @@ from dino_ds.report import html
 from dino_ds.report.charts import Curve, Metrics, summarize_knn
 from dino_ds.report.folder import read_events, read_run
 from dino_ds.report.single_run import draw_run, run
-from dino_ds.report.summary import make_finding, mean_rate, summarize
+from dino_ds.report.summary import judge_run, mean_rate, summarize
 from tests.report.runs import DONE, EVALUATIONS, knn, make_run, record, save_picture, write_events
 
 
@@ -109,7 +109,7 @@ def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
         (folder / "evaluations.json").write_text(json.dumps(results))
     _write_metrics(folder, *found, {**record(100), "collapsed": int(collapsed)})
     shown = read_run(folder)
-    said = make_finding(shown, summarize_knn(shown.metrics))
+    said = judge_run(shown, summarize_knn(shown.metrics))
     assert said[0] == level and said[1].startswith(says)
 
 
