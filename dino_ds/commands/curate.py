@@ -26,39 +26,6 @@ _MANY_ALIKE = 0.05
 """A group of near-duplicates with more than this part of the images is suspicious."""
 
 
-class Curated(NamedTuple):
-    """`folder` with the files, and for each image: `duplicate_of`, the image that is kept in its place, or -1;
-    `clusters` (images, levels), -1 without a cluster; `listed`, whether the written list has it."""
-
-    folder: Path
-    duplicate_of: np.ndarray
-    clusters: np.ndarray
-    listed: np.ndarray
-    notes: list[str]
-
-
-def check(options: CurateOptions) -> None:
-    """Refuse options that are wrong whatever the features are. Raises ConfigError."""
-    if options.duplicates is None and options.clusters is None:
-        raise ConfigError("say what for: --duplicates auto, --clusters 1000, or both")
-    if options.draw is not None and options.clusters is None:
-        raise ConfigError(f"--draw {options.draw} is balanced over clusters: give --clusters 1000 too")
-    if options.clusters and list(options.clusters) != sorted(options.clusters, reverse=True):
-        raise ConfigError(
-            f"--clusters {','.join(map(str, options.clusters))}: each level has fewer than the one before"
-        )
-    check_absent(folder := _folder(options))
-    if reason := why_not_writable(folder):
-        raise ConfigError(f"{folder} can't be written: {reason}; fix --out")
-    find_features(options.features)
-
-
-def _folder(options: CurateOptions) -> Path:
-    features = Path(os.path.expanduser(options.features))
-    kind = "drawn" if options.draw else "clusters" if options.clusters else "duplicates"
-    return Path(os.path.expanduser(options.out)) if options.out else features.with_name(f"{features.stem}-{kind}")
-
-
 def run(options: CurateOptions) -> Result:
     """Write the folder, whole or not at all, and return what is in it. Raises UserError."""
     from dino_ds.commands.find import open_embedded
@@ -86,6 +53,39 @@ def run(options: CurateOptions) -> Result:
         raise unwritable(folder, error, "out") from None
     facts = {"out": str(folder), "images": count, "listed": int(listed.sum()), "notes": curated.notes}
     return Result(facts, "\n".join(curated.notes), value=curated)
+
+
+def check(options: CurateOptions) -> None:
+    """Refuse options that are wrong whatever the features are. Raises ConfigError."""
+    if options.duplicates is None and options.clusters is None:
+        raise ConfigError("say what for: --duplicates auto, --clusters 1000, or both")
+    if options.draw is not None and options.clusters is None:
+        raise ConfigError(f"--draw {options.draw} is balanced over clusters: give --clusters 1000 too")
+    if options.clusters and list(options.clusters) != sorted(options.clusters, reverse=True):
+        raise ConfigError(
+            f"--clusters {','.join(map(str, options.clusters))}: each level has fewer than the one before"
+        )
+    check_absent(folder := _folder(options))
+    if reason := why_not_writable(folder):
+        raise ConfigError(f"{folder} can't be written: {reason}; fix --out")
+    find_features(options.features)
+
+
+def _folder(options: CurateOptions) -> Path:
+    features = Path(os.path.expanduser(options.features))
+    kind = "drawn" if options.draw else "clusters" if options.clusters else "duplicates"
+    return Path(os.path.expanduser(options.out)) if options.out else features.with_name(f"{features.stem}-{kind}")
+
+
+class Curated(NamedTuple):
+    """`folder` with the files, and for each image: `duplicate_of`, the image that is kept in its place, or -1;
+    `clusters` (images, levels), -1 without a cluster; `listed`, whether the written list has it."""
+
+    folder: Path
+    duplicate_of: np.ndarray
+    clusters: np.ndarray
+    listed: np.ndarray
+    notes: list[str]
 
 
 def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, folder: Path) -> None:

@@ -25,57 +25,6 @@ if TYPE_CHECKING:
     from dino_ds.weights.load import Backbone
 
 
-class Embeddings(NamedTuple):
-    """`features` (images, ...); for each row the image's name and its label, an index into `classes` or -1."""
-
-    features: np.ndarray
-    names: list[str]
-    labels: np.ndarray
-    classes: list[str]
-
-
-def find_features(features: str) -> tuple[Path, Path]:
-    """The paths of a file of features and of its description. Raises ConfigError, and DataError if one is missing."""
-    path = Path(os.path.expanduser(features))
-    if path.suffix not in (".npy", ".parquet"):
-        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
-    beside = path.with_name(f"{path.name}.json")
-    try:
-        beside.stat(), path.stat()
-    except OSError as error:
-        raise unreadable(path, error) from None
-    return path, beside
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
-        f"dino-ds embed, {path.name} and {path.name}.json among them: bring them, or embed again"
-    )
-
-
-def check(options: EmbedOptions) -> None:
-    """Refuse options that are wrong whatever the images and weights are. Raises ConfigError."""
-    path = Path(os.path.expanduser(options.out))
-    if path.suffix not in (".npy", ".parquet"):
-        raise ConfigError(f"--out {path} must end in .npy (a .csv beside it names the rows) or .parquet")
-    names = [path.with_suffix(".csv")] if path.suffix == ".npy" else []
-    for file in (path, path.with_name(f"{path.name}.json"), *names):
-        if not _parts_of(path).is_dir():
-            check_absent(file)
-    if reason := why_not_writable(path):
-        raise ConfigError(f"{path} can't be written: {reason}; fix --out")
-    if path.suffix == ".parquet":
-        from dino_ds.data.parquet import import_parquet
-
-        import_parquet()
-
-
-def _parts_of(path: Path) -> Path:
-    """The folder of parts, which exists until the embedding is complete: the same command continues with them."""
-    return path.with_name(f"{path.name}.parts")
-
-
 def run(options: EmbedOptions) -> Result:
     """Write the file and return its description. All ranks must call this. Raises UserError.
 
@@ -123,6 +72,28 @@ def run(options: EmbedOptions) -> Result:
     facts = {"out": str(path), "shape": [parts.images, *parts.shape], "dtype": parts.dtype, "first": source.name(0)}
     page = f"{path}: {' x '.join(map(str, facts['shape']))} {parts.dtype}; rows as {facts['first']}, ..."
     return Result({**facts, "notes": notes}, page, notes)
+
+
+def check(options: EmbedOptions) -> None:
+    """Refuse options that are wrong whatever the images and weights are. Raises ConfigError."""
+    path = Path(os.path.expanduser(options.out))
+    if path.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"--out {path} must end in .npy (a .csv beside it names the rows) or .parquet")
+    names = [path.with_suffix(".csv")] if path.suffix == ".npy" else []
+    for file in (path, path.with_name(f"{path.name}.json"), *names):
+        if not _parts_of(path).is_dir():
+            check_absent(file)
+    if reason := why_not_writable(path):
+        raise ConfigError(f"{path} can't be written: {reason}; fix --out")
+    if path.suffix == ".parquet":
+        from dino_ds.data.parquet import import_parquet
+
+        import_parquet()
+
+
+def _parts_of(path: Path) -> Path:
+    """The folder of parts, which exists until the embedding is complete: the same command continues with them."""
+    return path.with_name(f"{path.name}.parts")
 
 
 def facts_of_network(model: Backbone, kind: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
@@ -175,3 +146,32 @@ def describing(model: Backbone, kind: str) -> Callable[[Tensor], Tensor]:
     if kind == "patches":
         return model.patch_tokens
     return lambda images: model.patch_tokens(images).mean(dim=(1, 2))
+
+
+class Embeddings(NamedTuple):
+    """`features` (images, ...); for each row the image's name and its label, an index into `classes` or -1."""
+
+    features: np.ndarray
+    names: list[str]
+    labels: np.ndarray
+    classes: list[str]
+
+
+def find_features(features: str) -> tuple[Path, Path]:
+    """The paths of a file of features and of its description. Raises ConfigError, and DataError if one is missing."""
+    path = Path(os.path.expanduser(features))
+    if path.suffix not in (".npy", ".parquet"):
+        raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed")
+    beside = path.with_name(f"{path.name}.json")
+    try:
+        beside.stat(), path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return path, beside
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
+        f"dino-ds embed, {path.name} and {path.name}.json among them: bring them, or embed again"
+    )

@@ -141,7 +141,7 @@ def put_together(path: Path, parts: Parts, source: Source, origin: dict[str, str
     comes last, and then the parts go: after the command was killed, it makes the files again when it is repeated.
     """
     about = {**read_object(parts.about), "origin": origin, "classes": list(source.classes or ())}
-    about[DIGEST] = digest_of(features for _, features in parts)
+    about[DIGEST] = digest_of_rows(features for _, features in parts)
     discarded = path.with_name(f".{parts.folder.name}"[:255])
     try:
         replace_file(path.with_name(f"{path.name}.json"), json.dumps(about, indent=1))
@@ -153,7 +153,7 @@ def put_together(path: Path, parts: Parts, source: Source, origin: dict[str, str
     shutil.rmtree(discarded, ignore_errors=True)
 
 
-def digest_of(blocks: Iterable[Rows]) -> str:
+def digest_of_rows(blocks: Iterable[Rows]) -> str:
     """SHA-256 of the rows of all blocks, in their order: about 1 GB in a second."""
     sha256 = hashlib.sha256()
     for block in blocks:

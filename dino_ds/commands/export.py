@@ -12,12 +12,6 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.definition import ExportOptions, Result
 
 
-def check(options: ExportOptions) -> None:
-    """Check that `out` can be written; without torch, so that an error comes at once. Raises ConfigError."""
-    if options.out is not None:
-        _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
-
-
 def run(options: ExportOptions) -> Result:
     """Write `model` as `format`, a key of FORMATS, to `out`.
 
@@ -54,6 +48,12 @@ def run(options: ExportOptions) -> Result:
             notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")
     facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}
     return Result(facts, "\n".join([str(path), f"load it: {how}", *(f"note: {note}" for note in notes)]))
+
+
+def check(options: ExportOptions) -> None:
+    """Check that `out` can be written; without torch, so that an error comes at once. Raises ConfigError."""
+    if options.out is not None:
+        _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
 
 
 def _check_place(source: Path, format: str, path: Path) -> None:

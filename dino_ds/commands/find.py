@@ -22,7 +22,7 @@ from torch import Tensor
 from dino_ds.basics.files import check_format, free_stem, read_object, replace_file
 from dino_ds.commands import embed
 from dino_ds.commands.embed import find_features, unreadable
-from dino_ds.commands.embedding_parts import DIGEST, digest_of
+from dino_ds.commands.embedding_parts import DIGEST, digest_of_rows
 from dino_ds.data.decode import load_image, open_image
 from dino_ds.data.encoded import ListedFiles, NamedFiles
 from dino_ds.data.images import Source, UnreadableImage
@@ -169,7 +169,7 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     notes, blocks = list[str](), (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK))
     if DIGEST not in about:
         notes.append(f"{beside} has no {DIGEST}: whether the rows are in the order of the images is not known")
-    elif about[DIGEST] != digest_of(blocks):
+    elif about[DIGEST] != digest_of_rows(blocks):
         raise DataError(
             f"{path} has other rows than {beside.name} describes, or in another order: bring back both files of one "
             "dino-ds embed, or embed again"

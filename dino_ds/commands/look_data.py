@@ -1,6 +1,4 @@
-"""`dino-ds look-data`: shows what the network sees of some images, and statistics of the whole dataset: sizes,
-unreadable files, classes and values.
-"""
+"""`dino-ds look-data`: shows what the network sees of some images, and statistics of the whole dataset."""
 
 from __future__ import annotations
 
@@ -52,18 +50,60 @@ _ORIGINAL, _GLOBAL = 3, 2
 _NAME = 90
 
 
-@dataclass(frozen=True)
-class ImageFacts:
-    """Facts of one image: upright size in pixels, and its values.
+def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
+    """Draw a sheet of `images` images with their crops into `out` (.png), and return statistics of `sample` images
+    drawn at random (0 = all).
 
-    `problem`: why training skips the image; the other fields may then mean nothing.
+    The sheet has the first images that a run of this recipe trains on, with their crops in its first epoch.
+    Raises ConfigError for impossible arguments, DataError without readable images.
     """
+    png = _check(options.out)
+    source = training_images(recipe.data, recipe.eval.val_share)
+    known = recipe.data.known_range
+    # As of a run that goes on: the mean is measured below, on more images.
+    recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
+    if recipe.data.known_range == known:
+        range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
+    data, channels = recipe.data, recipe.model.in_chans
+    facts = look_at(source, options.sample, recipe)
+    measured = normalization.measure_channels(
+        (fact.values for fact in facts if not fact.problem), channels, data.known_range
+    )
+    statistics = {
+        "source": data.source,
+        "root": data.place if data.mixture else data.root,
+        **summarize(facts, source),
+        "value_range": range_lines,
+        "channels": measured and {"mean": measured.mean, "std": measured.std},
+        "sheet": str(png),
+    }
+    rows = list(islice(_seen(source, recipe), options.images))
+    if not rows:
+        raise DataError(f"no image has model.in_chans {channels} channels")
+    sheet = draw_sheet(rows, _title(recipe))
+    with replacing(png) as path:
+        sheet.savefig(path, format="png")
+    return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
-    index: int
-    width: int = 0
-    height: int = 0
-    values: normalization.ImageValues = normalization.NO_VALUES
-    problem: str = ""
+
+def _check(out: str | None) -> Path:
+    if out is None:
+        path = Path(free_stem(None, Path("look-data"), [".png"]) + ".png")
+    else:
+        path = Path(os.path.expanduser(out))
+        check_absent(path)
+    if path.suffix != ".png":
+        raise ConfigError(f"--out {out} must end in .png")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
+    return path
+
+
+def _title(recipe: Recipe) -> str:
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
+    masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
+    words = [f"augmentation {recipe.crops.augment}", *masks]
+    return f"What the network sees: {crops} px (orange: global crops, blue: local crops), {', '.join(words)}"
 
 
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
@@ -80,6 +120,20 @@ def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
             facts += batch
             bar.update(len(batch))
     return facts
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """Facts of one image: upright size in pixels, and its values.
+
+    `problem`: why training skips the image; the other fields may then mean nothing.
+    """
+
+    index: int
+    width: int = 0
+    height: int = 0
+    values: normalization.ImageValues = normalization.NO_VALUES
+    problem: str = ""
 
 
 class FactsOf(Dataset[ImageFacts]):
@@ -172,9 +226,9 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if bad["count"] > _NAMED:
         yield "", f"and {bad['count'] - _NAMED:,} more (--json names all)"
     yield "size", ", ".join(f"{side} {_range_text(statistics[side])}" for side in ("width", "height")) + " px"
-    deep = {name: each for name, each in statistics["values"].items() if "min" in each}
-    for name, each in deep.items():
-        yield "values", f"{name} in {each['images']:,}: {each['min']:.10g} to {each['max']:.10g}"
+    deep = {name: facts for name, facts in statistics["values"].items() if "min" in facts}
+    for name, facts in deep.items():
+        yield "values", f"{name} in {facts['images']:,}: {facts['min']:.10g} to {facts['max']:.10g}"
     for words in statistics["value_range"] if deep else ():
         yield "", words
     if measured := statistics["channels"]:
@@ -197,55 +251,6 @@ def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 def _range_text(values: dict[str, float]) -> str:
     low, middle, high = (f"{values[name]:,.0f}" for name in ("min", "median", "max"))
     return low if low == high else f"{low} to {high} (median {middle})"
-
-
-def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
-    """Draw a sheet of `images` images with their crops into `out` (.png), and return statistics of `sample` images
-    drawn at random (0 = all).
-
-    The sheet has the first images that a run of this recipe trains on, with their crops in its first epoch.
-    Raises ConfigError for impossible arguments, DataError without readable images.
-    """
-    png = _check(options.out)
-    source = training_images(recipe.data, recipe.eval.val_share)
-    known = recipe.data.known_range
-    # As of a run that goes on: the mean is measured below, on more images.
-    recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
-    if recipe.data.known_range == known:
-        range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
-    data, channels = recipe.data, recipe.model.in_chans
-    facts = look_at(source, options.sample, recipe)
-    measured = normalization.measure_channels(
-        (fact.values for fact in facts if not fact.problem), channels, data.known_range
-    )
-    statistics = {
-        "source": data.source,
-        "root": data.place if data.mixture else data.root,
-        **summarize(facts, source),
-        "value_range": range_lines,
-        "channels": measured and {"mean": measured.mean, "std": measured.std},
-        "sheet": str(png),
-    }
-    rows = list(islice(_seen(source, recipe), options.images))
-    if not rows:
-        raise DataError(f"no image has model.in_chans {channels} channels")
-    sheet = draw_sheet(rows, _title(recipe))
-    with replacing(png) as path:
-        sheet.savefig(path, format="png")
-    return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
-
-
-def _check(out: str | None) -> Path:
-    if out is None:
-        path = Path(free_stem(None, Path("look-data"), [".png"]) + ".png")
-    else:
-        path = Path(os.path.expanduser(out))
-        check_absent(path)
-    if path.suffix != ".png":
-        raise ConfigError(f"--out {out} must end in .png")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
-    return path
 
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
@@ -279,13 +284,6 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
     """Pixels (c, h, w), uint8 or in [0, 1], as RGB; other channels are stretched like those of the whole image."""
     levels = (normalization.visible(pixels, like) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
-
-
-def _title(recipe: Recipe) -> str:
-    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
-    masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
-    words = [f"augmentation {recipe.crops.augment}", *masks]
-    return f"What the network sees: {crops} px (orange: global crops, blue: local crops), {', '.join(words)}"
 
 
 @dataclass(frozen=True)

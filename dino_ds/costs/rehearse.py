@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from dino_ds.config.crops import FROZEN, CropGroup
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder, fused_attention
-from dino_ds.costs.settings import RehearsalSettings, frozen_spec
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
@@ -36,17 +35,22 @@ from dino_ds.method.specs.own import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.frozen import FrozenSource
+
+if TYPE_CHECKING:
+    from dino_ds.costs.step_costs import RehearsalSettings
 
 _EPOCH_STEPS, _CPU = 1000, torch.device("cpu")
 
 
-def describe_student(recipe: Recipe) -> dict[str, Any]:
-    """The student's weights and the objective's statistics, as `StudentFacts` in plain JSON."""
-    _read_widths(recipe)
+def describe_student(recipe: Recipe, frozen: ViTSpec | None) -> dict[str, Any]:
+    """The student's weights and the objective's statistics, as `StudentFacts` in plain JSON. frozen: as in
+    `RehearsalSettings`."""
+    _read_widths(recipe, frozen)
     with rehearsal("cpu"), FakeTensorMode():
-        objective = build_objective(recipe, _CPU, _frozen(recipe))
+        objective = build_objective(recipe, _CPU, _frozen_source(recipe, frozen))
     network = build_meta(recipe, PerformanceOptions(), objective.queries, objective.student_features())
     groups = parameter_groups(network, optimizer_options(recipe.optimizer))
     blocks, name_of = matrices_of(network), {p: name for name, p in network.named_parameters()}
@@ -79,7 +83,7 @@ def rehearse(
 
     recorder: makes the recorder of the step, from the tensors that exist before it.
     """
-    _read_widths(recipe)
+    _read_widths(recipe, settings.frozen)
     if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
         for _ in range(2):  # the first collection may release another engine
             gc.collect()
@@ -88,7 +92,7 @@ def rehearse(
         played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
             costs = played.run(recorder)
-    if recipe.teacher.source is not None and frozen_spec(recipe) is None:  # unknown: the student's took its place
+    if recipe.teacher.source is not None and settings.frozen is None:  # unknown: the student's took its place
         costs["parts"].pop(f"teacher {FROZEN}", None)
         costs["teachers"].pop(FROZEN, None)
     return costs
@@ -136,7 +140,7 @@ class _Rehearsal:
         fake: FakeTensorMode,
     ) -> None:
         recipe = _single_rank_recipe(recipe)
-        frozen, window = _frozen(recipe), settings.window
+        frozen, window = _frozen_source(recipe, settings.frozen), settings.window
         with fake:
             objective = build_objective(recipe, _CPU, frozen)
             self._window = [_inputs(recipe, groups, images) for _ in range(window)]
@@ -164,7 +168,7 @@ class _Rehearsal:
         step, teachers, window = self._step, self._teachers, self._window
         modules = [
             self._network,
-            *(each for teacher in teachers.values() for each in (teacher.network, teacher._running)),
+            *(network for teacher in teachers.values() for network in (teacher.network, teacher._running)),
         ]
         known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         recorder = make_recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
@@ -239,18 +243,18 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def _read_widths(recipe: Recipe) -> None:
+def _read_widths(recipe: Recipe, frozen: ViTSpec | None) -> None:
     """Find the widths of student and frozen teacher, before tensors are fake: a network that is not dino_ds's is built
     for it."""
-    for spec in (recipe.model.spec(), frozen_spec(recipe)):
+    for spec in (recipe.model.spec(), frozen):
         _ = spec and spec.width
 
 
-def _frozen(recipe: Recipe) -> FrozenSource | None:
+def _frozen_source(recipe: Recipe, frozen: ViTSpec | None) -> FrozenSource | None:
     """The teacher that is distilled, without its weights; if its architecture is unknown, with the student's."""
     if (path := recipe.teacher.source) is None:
         return None
-    spec: BackboneSpec = frozen_spec(recipe) or recipe.model.spec()
+    spec: BackboneSpec = frozen or recipe.model.spec()
     with torch.device("meta"):
         sections = heads_of(recipe)
         heads = {name: build_head(spec.width, section).state_dict() for name, section in sections.items()}

@@ -20,15 +20,16 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
-from dino_ds.basics.files import MAX_JSON_BYTES, cache_folder, hash_code, read_bytes, replacing
+from dino_ds.basics.files import MAX_JSON_BYTES, cache_folder, hash_code, read_bytes, read_object, replacing
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.settings import RehearsalSettings, frozen_spec
+from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import NotEstimated, UserError, one_line
 from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.own import teachers_of, terms_of
+from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 
 _MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
@@ -91,7 +92,7 @@ def student_facts(recipe: Recipe) -> StudentFacts:
     def make() -> Any:
         from dino_ds.costs.rehearse import describe_student
 
-        return describe_student(recipe)
+        return describe_student(recipe, frozen_spec(recipe))
 
     return kept({"student": _learned(recipe)}, StudentFacts, make, _own_code(recipe))
 
@@ -176,12 +177,34 @@ def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], 
     window = 1
     if student_facts(recipe).whole_step:  # a third micro-batch costs as much as the second
         window = min(config.accumulation, 2) if exact else 2
-    settings = dataclasses.replace(RehearsalSettings.from_config(config, on_gpu), window=window)
+    settings = RehearsalSettings.of(recipe, config, window)
     if exact or images in sizes:
         return _rehearsed(recipe, settings, groups, images, on_gpu)
     pair = sizes[:2] if images <= sizes[1] else sizes[-2:]
     few, many = (_rehearsed(recipe, settings, groups, size, on_gpu) for size in pair)
     return _on_line(few, many, images)
+
+
+@dataclass(frozen=True)
+class RehearsalSettings:
+    """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step; frozen: the
+    backbone of teacher.source, None if it is unknown.
+
+    Settings that are not rehearsed have a fixed value, so that one rehearsal serves many configs: compiled blocks
+    and the EMA teacher's low-precision copy, without which its matrices are cast at each use.
+    """
+
+    precision: str
+    checkpoint_blocks: int | str
+    performance: PerformanceOptions
+    window: int
+    frozen: ViTSpec | None
+
+    @staticmethod
+    def of(recipe: Recipe, config: DsConfig, window: int) -> RehearsalSettings:
+        fixed: dict[str, Any] = {"compile": "off", "deterministic": False, "teacher_copy": False, "fast_paths": True}
+        performance = dataclasses.replace(config.performance, **fixed)
+        return RehearsalSettings(config.precision, config.checkpoint_blocks, performance, window, frozen_spec(recipe))
 
 
 @functools.cache
@@ -255,6 +278,39 @@ def _own_code(recipe: Recipe) -> tuple[str, ...]:
         check_allowed("model.backbone", recipe.model.backbone)  # looking for a module imports its package
         names.append(recipe.model.backbone.partition(":")[0])
     return tuple(dict.fromkeys(name for name in names if not name.startswith("dino_ds.")))
+
+
+def frozen_spec(recipe: Recipe) -> ViTSpec | None:
+    """The backbone of teacher.source, by its name or the JSON file beside it; None: another kind, or unknown."""
+    return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
+
+
+@functools.cache
+def _stated(source: str) -> ViTSpec | None:
+    base, path = source.partition(".")[0], Path(source)
+    spec = None if path.exists() else BACKBONES.get(base)
+    if isinstance(spec, ViTSpec):
+        return spec
+    beside = find_model_folder(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    try:
+        about = read_object(beside)
+        return dataclasses.replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def not_counted(recipe: Recipe) -> list[str]:
+    """Notes on a distilled teacher whose memory can't be counted before its file is read."""
+    teacher = recipe.teacher
+    if teacher.distill is not None and teacher.source is None:
+        return [
+            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.source"
+        ]
+    if teacher.source is None or frozen_spec(recipe) is not None:
+        return []
+    return [
+        f"teacher.source {teacher.source} does not say its architecture without being read: its memory is not counted"
+    ]
 
 
 def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:

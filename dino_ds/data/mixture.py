@@ -192,7 +192,7 @@ class Draws:
         self._drawn = drawn
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # loader processes receive the indices of their images
+        return type(None), ()  # loader processes receive the indices of their images
 
     @property
     def digest(self) -> str:
@@ -238,10 +238,6 @@ class Draws:
         places = np.empty(len(order), np.int64)
         places[order] = np.arange(len(order)) - (np.cumsum(self._sizes) - self._sizes)[group[order]]
         return places
-
-
-def _nothing() -> None:
-    return None
 
 
 def draws_in(source: object) -> Draws | None:

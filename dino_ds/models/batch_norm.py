@@ -69,7 +69,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             self.num_batches_tracked.add_(1)
         if ranks == 1:
             return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
-        out, batch_mean, batch_var = _function_for(x).apply(x, weight, bias, self.eps)
+        out, batch_mean, batch_var = (_SyncedOnGpu if x.is_cuda else _Synced).apply(x, weight, bias, self.eps)
         if mean is not None and var is not None:
             mean.lerp_(batch_mean, momentum)
             var.lerp_(batch_var, momentum)
@@ -162,10 +162,6 @@ class _SyncedOnGpu(torch.autograd.Function):
         dist.all_reduce(every)
         grad_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, every[0], every[1], counts)
         return (grad_x, of_weight, of_bias, None) if affine else (grad_x, None, None, None)
-
-
-def _function_for(x: Tensor) -> type[torch.autograd.Function]:
-    return _SyncedOnGpu if x.is_cuda else _Synced
 
 
 def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,7 @@ from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB
-from dino_ds.costs.settings import not_counted
-from dino_ds.costs.step_costs import count_parameters, mean_flops, step_costs, student_facts
+from dino_ds.costs.step_costs import count_parameters, mean_flops, not_counted, step_costs, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.own import accumulation_notes
 from dino_ds.models.specs.backbones import ALL, ViTSpec

@@ -128,19 +128,13 @@ def resumed_start(
         ds = with_batch(ds, size, images // size)
         zero = ds.get("zero_optimization", {})
         if saved.get("train_batch_size", 0) != before * accumulation * machine.ranks:
-            _follow_ranks(zero)
+            # What was chosen for another number of ranks: buckets, and whether communication overlaps.
+            zero |= {"reduce_bucket_size": "auto"} if zero.get("stage", 0) > 0 else {}
+            zero |= {"overlap_comm": True} if zero.get("stage", 0) > 1 else {}
         if accumulation == 1 and images > size and zero.get("stage") == 1:
             zero["stage"] = 2  # stage 1 would accumulate in low precision
     ds = _changed(ds, path, overrides)
     return Start(ds, path, f"as this run was started ({path})", _resolve(recipe, ds, path, machine))
-
-
-def _follow_ranks(zero: dict[str, Any]) -> None:
-    """Reset what was chosen for another number of ranks: buckets, and whether communication overlaps."""
-    if zero.get("stage", 0) > 0:
-        zero["reduce_bucket_size"] = "auto"
-    if zero.get("stage", 0) > 1:
-        zero["overlap_comm"] = True
 
 
 def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

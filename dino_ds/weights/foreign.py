@@ -77,13 +77,9 @@ def stated_spec(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Back
     except (TypeError, ValueError) as error:
         reason = f" ({one_line(error)})" if isinstance(error, ValueError) else ""
         raise CheckpointError(
-            f"the JSON beside the weights has an architecture that is not that of a {_shown(name)}{reason}"
+            f"the JSON beside the weights has an architecture that is not that of a {ascii(name)[1:-1][:80]}{reason}"
         ) from None
     return stated
-
-
-def _shown(name: str) -> str:
-    return ascii(name)[1:-1][:80]
 
 
 def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> None:

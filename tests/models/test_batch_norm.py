@@ -100,8 +100,9 @@ def _one_rank(kind, by_gpu_kernels=False, dtype=torch.float32):
     rank, ranks = distributed.rank(), distributed.world_size()
     kernels = mock.patch.multiple(torch, **_SLOW_KERNELS) if by_gpu_kernels else nullcontext()
     function = batch_norm._SyncedOnGpu if by_gpu_kernels else batch_norm._Synced
+    function = batch_norm._SyncedOnGpu if by_gpu_kernels else batch_norm._Synced
     found = []
-    with kernels, mock.patch.object(batch_norm, "_function_for", return_value=function):
+    with kernels, mock.patch.object(batch_norm, "_Synced", function):
         for mode in (True, True, False):
             weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
             x = _inputs(KINDS[kind][1])[0].to(dtype).chunk(ranks)[rank].clone().requires_grad_()

@@ -23,9 +23,17 @@ from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning import advice
 from dino_ds.planning import advise as advise_command
-from dino_ds.planning.advice import Situation, advise, continued_length, epochs, momentum, prototypes, small_momentum
+from dino_ds.planning.advise import (
+    Situation,
+    advise,
+    continued_length,
+    epochs,
+    momentum,
+    prototypes,
+    small_momentum,
+    ways,
+)
 from dino_ds.run.announcement import few_images
 from tests.run.harness import REPOSITORY, image_folder
 
@@ -293,14 +301,14 @@ def test_without_a_gpu_released_weights_are_compared_with_none():
     """For each size in color: what each way gave, with its time; a small network is taught, not begun from nothing."""
     for side, channels in itertools.product((8, 31, 32, 64, 100, 375), (1, 3, 6)):
         facts = Situation(2000, side, channels)
-        ways = advice.ways(facts)
+        shown = ways(facts)
         flags = {name: value for row in advise(facts) for name, value in row.flags.items()}
-        assert bool(ways) == ("teacher.source" in flags) == (side >= 32 and channels != 6)
-        if ways:
+        assert bool(shown) == ("teacher.source" in flags) == (side >= 32 and channels != 6)
+        if shown:
             assert load_recipe(facts.recipe, flags).crops.global_size >= 64
-            assert [way.name for way in ways] == ["as they are", "continue", "teach", "from scratch"]
-            assert all(way.gave and way.images * way.seconds < 60 * 60 for way in ways)
-    assert advice.ways(Situation(2000, 375, 3, gpus=1)) == []
+            assert [way.name for way in shown] == ["as they are", "continue", "teach", "from scratch"]
+            assert all(way.gave and way.images * way.seconds < 60 * 60 for way in shown)
+    assert ways(Situation(2000, 375, 3, gpus=1)) == []
 
 
 def test_without_a_gpu_the_length_has_a_time_and_a_shorter_one_beside_it():
