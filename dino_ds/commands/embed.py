@@ -32,8 +32,8 @@ def run(options: EmbedOptions) -> Result:
     read has a row of NaN, and a note names it.
     """
     from dino_ds.commands.embedding_parts import Parts, put_together
+    from dino_ds.data.image_set import facts_of_images
     from dino_ds.data.multicrop import EvalCrop
-    from dino_ds.data.sources import facts_of_images
     from dino_ds.engine import distributed
     from dino_ds.engine.process import device, init_distributed
     from dino_ds.evals.features import Reading, find_images, range_for

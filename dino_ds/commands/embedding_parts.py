@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dino_ds.basics.files import read_object, replace_file, replacing
 from dino_ds.config.schema import differences
+from dino_ds.data.image_set import changed_images
 from dino_ds.data.images import Source
 from dino_ds.data.parquet import import_parquet
-from dino_ds.data.sources import changed_images
 from dino_ds.engine import distributed
 from dino_ds.engine.process import device
 from dino_ds.errors import ConfigError, unwritable

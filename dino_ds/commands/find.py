@@ -25,12 +25,12 @@ from dino_ds.commands.embed import find_features, unreadable
 from dino_ds.commands.embedding_parts import DIGEST, digest_of_rows
 from dino_ds.data.decode import load_image, open_image
 from dino_ds.data.encoded import ListedFiles, NamedFiles
+from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.images import Source, UnreadableImage
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization
 from dino_ds.data.parquet import import_parquet
-from dino_ds.data.sources import changed_images, facts_of_images
 from dino_ds.errors import ConfigError, DataError, one_line, unwritable
 from dino_ds.evals.curation import SIDE, Vectors, nearest_rows
 from dino_ds.evals.features import LabeledImages, Reading, find_images, load_batches

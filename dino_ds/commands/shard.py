@@ -20,9 +20,10 @@ from dino_ds.basics.files import discard_left_over, is_url, replace_file, replac
 from dino_ds.data.batches import started, worker_options
 from dino_ds.data.decode import ENDINGS, EXTENSIONS, EncodedImage
 from dino_ds.data.encoded import EncodedImages
+from dino_ds.data.image_set import facts_of_images
 from dino_ds.data.images import Source, UnreadableImage
 from dino_ds.data.shards import CLASSES, INDEX
-from dino_ds.data.sources import build_source, facts_of_images
+from dino_ds.data.sources import build_source
 from dino_ds.data.tar_members import index_line
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError

@@ -1,26 +1,19 @@
-"""Opens a recipe's source of images, holds a part of it out of training, and describes it in a few kilobytes, from
-which a later start tells what has changed.
+"""Opens a recipe's source of images: the user's files or class, or a dataset by name; holds a part of it out of
+training.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import heapq
 import inspect
 import os
 import pickle
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from dino_ds.basics.files import FORMAT
 from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.own_code import find_own, is_own
 from dino_ds.basics.seeds import seed_generators
@@ -28,17 +21,13 @@ from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
 from dino_ds.data.datasets import PhotoPatches, TorchvisionImages
-from dino_ds.data.images import Joined, Source, evenly_spaced_indices, prepare_images
+from dino_ds.data.image_set import name_of
+from dino_ds.data.images import Source
 from dino_ds.data.images import UnreadableImage as UnreadableImage  # classes of users import it from here
-from dino_ds.data.mixture import Mixture, draws_in, draws_of
+from dino_ds.data.mixture import Mixture, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
-_SAMPLE = 1024
-_READ = 64
-"""Images whose content is hashed: a small batch, and enough to notice if one in twenty has changed."""
-_NO_SIZE = -1
-_THREADS, _CHUNK = 16, 1024
 _METHODS = ("__len__", "load", "name")
 _READ_TWICE = 8
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
@@ -260,186 +249,3 @@ class Part:
         if name == "prepare":
             return lambda indices, seconds=None: value(self._indices[indices].tolist(), seconds)
         return (lambda index: value(int(self._indices[index]))) if name in _FORWARDED else value
-
-
-@dataclass(frozen=True)
-class ImageSet:
-    """Description of a set of images.
-
-    Samples take the smallest hashes, 1,024 for sizes and 64 for contents, so that two sets sample the same names: sets
-    of up to 1,024 images are compared whole, larger ones by the same part every time.
-    """
-
-    count: int
-    names: str
-    """Hash of all names in their order."""
-    sample: dict[int, int]
-    """File size by hash of the name."""
-    contents: dict[int, int] = field(default_factory=dict)
-    """Hash of the file by hash of the name; empty for a source without `read`."""
-    parts: dict[str, ImageSet] = field(default_factory=dict)
-    """Descriptions of the sources of a mixture, by path."""
-    groups: str = ""
-    """Hash of the class or cluster of each image, if these are balanced."""
-
-    @staticmethod
-    def of(source: Source, root: str | None) -> ImageSet:
-        """Describe a source by names relative to `root`, so that the folder may move."""
-        order = hashlib.blake2b(digest_size=16)
-
-        def hashes() -> Iterator[tuple[int, int]]:
-            for index in range(len(source)):
-                digest = hashlib.blake2b(name_of(source, index, root), digest_size=8).digest()
-                order.update(digest)
-                yield int.from_bytes(digest, "little"), index
-
-        chosen = heapq.nsmallest(_SAMPLE, hashes())
-        sizes = {value: _size(source, index) for value, index in chosen}
-        joined = source.joined if isinstance(source, Joined) else ()
-        parts = {path: ImageSet.of(part, None) for path, part in joined}
-        draws = draws_in(source)
-        groups = "" if draws is None else draws.digest
-        contents = _contents(source, chosen[:_READ])
-        return ImageSet(len(source), order.hexdigest(), sizes, contents, parts, groups)
-
-    def to_json(self) -> dict[str, Any]:
-        sample, contents = _packed("<Qq", self.sample), _packed("<QQ", self.contents)
-        plain = {"count": self.count, "names": self.names, "sample": sample, "contents": contents}
-        parts = {path: part.to_json() for path, part in self.parts.items()}
-        return plain | ({"parts": parts} if parts else {}) | ({"groups": self.groups} if self.groups else {})
-
-    @staticmethod
-    def from_json(saved: Mapping[str, Any]) -> ImageSet:
-        """Description from the values of `to_json`. Raises DataError for anything else."""
-        try:
-            sample, contents = _unpacked("<Qq", saved["sample"]), _unpacked("<QQ", saved["contents"])
-            parts = {str(path): ImageSet.from_json(part) for path, part in saved.get("parts", {}).items()}
-            count, groups = int(saved["count"]), str(saved.get("groups", ""))
-            return ImageSet(count, str(saved["names"]), sample, contents, parts, groups)
-        except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
-            raise DataError(
-                f"a description of images can't be used ({error!r}): make what it describes again"
-            ) from None
-
-    def changes(self, now: ImageSet) -> str:
-        """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none.
-
-        Differences of a mixture are named by source if its paths are unchanged.
-        """
-        if self.parts and self.parts.keys() == now.parts.keys():
-            changed = ((path, part.changes(now.parts[path])) for path, part in self.parts.items())
-            words = "; ".join(f"{path}: {change}" for path, change in changed if change)
-        else:
-            words = self._changes(now)
-        if not words and self.groups and now.groups and self.groups != now.groups:
-            return f"{now.count} images as before: some are of another class or cluster"
-        return words
-
-    def _changes(self, now: ImageSet) -> str:
-        counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"
-        # Nothing is known of a set beyond the largest hash of its full sample.
-        last = min(max(s.sample, default=0) if s.count > _SAMPLE else 2**64 for s in (self, now))
-        before, after = ({value: size for value, size in s.sample.items() if value <= last} for s in (self, now))
-        both = before.keys() & after.keys()
-        added, removed = len(after) - len(both), len(before) - len(both)
-        same_size = {value for value in both if before[value] == after[value]}
-        read = same_size & self.contents.keys() & now.contents.keys()
-        rewritten = sum(self.contents[value] != now.contents[value] for value in read)
-        compared = len(before.keys() | after.keys())
-        whole = len(self.sample) == self.count and len(now.sample) == now.count
-        if not added + removed + len(both - same_size) + rewritten:
-            if self.names == now.names:
-                return ""
-            if whole:
-                return f"{counts}: the same names in another order"
-        part = "" if whole else f"of {compared} that were compared "
-        other = f", {rewritten} of {len(read)} that were read of other content" if rewritten else ""
-        return f"{counts}: {part}{added} added, {removed} removed, {len(both - same_size)} of another size{other}"
-
-
-def digest_of(source: Source, indices: Sequence[int]) -> str:
-    """Digest of some images of a source: all names and classes, and 1,024 sizes and 64 contents, evenly spread."""
-    digest, labels, classes = hashlib.blake2b(digest_size=16), source.labels, source.classes or []
-    for index in indices:
-        label = -1 if labels is None else int(labels[index])
-        digest.update(b"%s\0%s\0" % (name_of(source, index, None), classes[label].encode() if label >= 0 else b""))
-    for index in (indices[i] for i in evenly_spaced_indices(len(indices), _SAMPLE)):
-        digest.update(b"%d " % _size(source, index))
-    read = [indices[i] for i in evenly_spaced_indices(len(indices), _READ)]
-    digest.update(repr(_contents(source, list(enumerate(read)))).encode())
-    return digest.hexdigest()
-
-
-def facts_of_images(source: Source) -> dict[str, Any]:
-    """Facts of a source as JSON, which `changed_images` compares between the starts of a command."""
-    return {"format": FORMAT, "images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
-
-
-def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Differences between the `facts_of_images` of two starts, in words; "" for none. Raises DataError."""
-    old, new = (ImageSet.from_json(facts.get("images", {})) for facts in (before, now))
-    changes = old.changes(new)
-    if not changes and before.get("times") != now["times"]:
-        return f"{new.count} images of the same names, whose files have other sizes or times"
-    return changes
-
-
-def times_of_files(source: Source) -> str | None:
-    """Hash of the sizes and times of all files, or None for a source without them."""
-    file_time = getattr(source, "file_time", None)
-    if file_time is None:
-        return None
-
-    def described(first: int) -> bytes:
-        indices = range(first, min(first + _CHUNK, len(source)))
-        return b"".join(struct.pack("<qq", _size(source, i), _known(file_time, i)) for i in indices)
-
-    digest = hashlib.blake2b(digest_size=16)
-    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
-        for part in pool.map(described, range(0, len(source), _CHUNK)):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _packed(form: str, values: Mapping[int, int]) -> str:
-    return base64.b64encode(b"".join(struct.pack(form, *pair) for pair in values.items())).decode()
-
-
-def _unpacked(form: str, text: str) -> dict[int, int]:
-    return dict(struct.iter_unpack(form, base64.b64decode(text, validate=True)))
-
-
-def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
-    """Hash of the file by hash of the name, for those (hash, index) pairs that can be read."""
-    read, contents = getattr(source, "read", None), dict[int, int]()
-    if read is None:
-        return contents
-    prepare_images(source, [index for _, index in chosen])
-    for value, index in sorted(chosen, key=lambda pair: pair[1]):  # neighbors lie in one row group of a Parquet file
-        try:
-            contents[value] = int.from_bytes(hashlib.blake2b(read(index), digest_size=8).digest(), "little")
-        except Exception:  # a user's source may raise anything: training reports it with the image's name
-            continue
-    return dict(sorted(contents.items()))
-
-
-def name_of(source: Source, index: int, root: str | None) -> bytes:
-    """Name below `root` that identifies an image of a source; from a list its canonical path."""
-    if listed_path := getattr(source, "listed_place", None):
-        name: str = listed_path(index)
-    elif member := getattr(source, "member", None):
-        name = member(index)
-    else:
-        name = source.name(index).removeprefix(str(Path(root)) if root else "")
-    return name.encode(errors="surrogatepass")
-
-
-def _size(source: Source, index: int) -> int:
-    return _known(getattr(source, "file_bytes", None), index)
-
-
-def _known(ask: Callable[[int], int] | None, index: int) -> int:
-    try:
-        return int(ask(index)) if ask else _NO_SIZE
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return _NO_SIZE

@@ -24,10 +24,10 @@ from dino_ds.data.batches import (
     started,
     worker_options,
 )
+from dino_ds.data.image_set import digest_of
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.data.loader import to_device
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import digest_of
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.features import ImageMemory, keep_generators

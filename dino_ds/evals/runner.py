@@ -13,9 +13,10 @@ from typing import Any
 from dino_ds.basics.formatting import short
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATION_OF, VAL_LOSS
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.image_set import digest_of
 from dino_ds.data.images import Source
 from dino_ds.data.normalization import Normalization
-from dino_ds.data.sources import build_source, digest_of, held_out_images, labeled_test
+from dino_ds.data.sources import build_source, held_out_images, labeled_test
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher

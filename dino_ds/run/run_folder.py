@@ -27,8 +27,8 @@ from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values, flatten
+from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import Source, evenly_spaced_indices
-from dino_ds.data.sources import ImageSet
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import Schedules
 from dino_ds.errors import CheckpointError, ConfigError, DataError, unwritable

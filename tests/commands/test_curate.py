@@ -37,7 +37,7 @@ from dino_ds.evals.curation import (
 )
 from dino_ds.options.definition import CurateOptions
 from dino_ds.report.folder import read_run
-from dino_ds.report.summary import reproduction
+from dino_ds.report.single_run import reproduction
 from dino_ds.weights.export import FORMATS
 from tests.weights.test_weights import _backbone
 

@@ -14,9 +14,9 @@ from PIL import Image
 from dino_ds.basics.files import MAX_LINE_BYTES, read_lines, read_object
 from dino_ds.data import folder as folder_module
 from dino_ds.data.folder import ImageFolder
+from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
-from dino_ds.data.sources import ImageSet
 from dino_ds.errors import DataError
 from tests.data import files
 from tests.data.files import members, reds

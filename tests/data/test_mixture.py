@@ -17,11 +17,12 @@ from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.sections import parse_mixture
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
+from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Draws
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalization import with_image_settings
-from dino_ds.data.sources import ImageSet, training_source
+from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, DataError
 from tests.run.harness import image_folder
 

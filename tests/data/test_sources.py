@@ -21,8 +21,9 @@ from dino_ds.basics.own_code import allow_code
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import datasets
+from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.sources import ImageSet, build_source
+from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError
 from tests.data.files import ORANGE, read
 from tests.data.test_loader import batches

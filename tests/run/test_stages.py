@@ -19,7 +19,7 @@ from dino_ds.errors import CheckpointError, UserError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags, read
 from dino_ds.report.folder import read_run
-from dino_ds.report.summary import environment_rows
+from dino_ds.report.single_run import environment_rows
 from dino_ds.train import train
 from tests.ranks import run_on_ranks
 from tests.run.harness import (
