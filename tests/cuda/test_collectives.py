@@ -26,7 +26,8 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.rehearse import _frozen, _inputs, _single_rank_recipe
+from dino_ds.costs.rehearse import _frozen_source, _inputs, _single_rank_recipe
+from dino_ds.costs.step_costs import frozen_spec
 from dino_ds.engine import engine as deepspeed_engine
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
@@ -128,7 +129,7 @@ def a_step(recipe: Recipe, rank: int) -> list[Collective]:
         stack.enter_context(mock.patch("torch.distributed.distributed_c10d._coalescing_manager", _one_by_one))
         stack.enter_context(mock.patch("torch.cuda.Event"))
         collectives = stack.enter_context(rank_of_eight(rank))
-        source = _frozen(recipe)
+        source = _frozen_source(recipe, frozen_spec(recipe))
         objective = build_objective(recipe, CUDA, source)
         features, queries = objective.student_features(), objective.queries
         student = gpu.module(build_meta(recipe, performance, queries, features), torch.bfloat16).train()

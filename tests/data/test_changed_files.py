@@ -154,7 +154,7 @@ _PIECE = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, 9000)
 
 def _plan(type_, plain):
     def read(images: Path):
-        step_costs._found.clear()
+        step_costs._known.clear()
         return step_costs.kept({}, type_, lambda: plain)
 
     return read
@@ -233,7 +233,7 @@ CASES.remove(("remote", "a file for its folder"))  # refused: data.remote_cache_
 
 @pytest.mark.parametrize(("kind", "damage"), CASES)
 def test_a_file_that_cannot_be_used_is_made_anew(kind, damage, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(step_costs, "_found", {})
+    monkeypatch.setattr(step_costs, "_known", {})
     for number, name in enumerate(("cat/1.png", "cat/2.png", "dog/1.png")):
         (path := tmp_path / "classes" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
