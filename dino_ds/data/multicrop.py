@@ -257,7 +257,7 @@ def cut_crops(
         boxes = [shrunk_box(box, across, down) for box in boxes]
     buffers = [None] * len(boxes) if outputs is None else outputs
     with loading_range(CROP):
-        crops = [resize_crop(array, *each) for each in zip(boxes, sizes, buffers, strict=True)]
+        crops = [resize_crop(array, *request) for request in zip(boxes, sizes, buffers, strict=True)]
     turned = [torch.rot90(crop, p.turns) if p.turns else crop for crop, p in zip(crops, sampled, strict=True)]
     if outputs is None:
         return turned

@@ -90,9 +90,9 @@ class GatherRows(torch.autograd.Function):
         ctx.rows = rows.shape[1]
         if world_size() == 1:
             return rows.clone()
-        each = [torch.empty_like(rows) for _ in range(world_size())]
-        dist.all_gather(each, rows.contiguous())
-        return torch.cat(each, dim=1)
+        parts = [torch.empty_like(rows) for _ in range(world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts, dim=1)
 
     @staticmethod
     @once_differentiable

@@ -119,9 +119,9 @@ class _Synced(torch.autograd.Function):
         centered = x.float() - mean.view(shape)
         local_sums = torch.stack((grad.sum(dims), (grad * centered).sum(dims) * scale))
         of_bias, of_weight = local_sums.unbind(0)
-        every = local_sums.clone()
-        dist.all_reduce(every)
-        shift, slope = every.div_(ctx.total).unbind(0)
+        sums = local_sums.clone()
+        dist.all_reduce(sums)
+        shift, slope = sums.div_(ctx.total).unbind(0)
         factor = scale if weight is None else scale * weight
         grad_x = grad - shift.view(shape) - centered * (slope * scale).view(shape)
         grad_x = (grad_x * factor.view(shape)).to(x.dtype)
@@ -158,18 +158,18 @@ class _SyncedOnGpu(torch.autograd.Function):
         shift, slope, of_weight, of_bias = torch.batch_norm_backward_reduce(
             grad, x, mean, scale, weight, True, affine, affine
         )
-        every = torch.stack((shift, slope))
-        dist.all_reduce(every)
-        grad_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, every[0], every[1], counts)
+        sums = torch.stack((shift, slope))
+        dist.all_reduce(sums)
+        grad_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, sums[0], sums[1], counts)
         return (grad_x, of_weight, of_bias, None) if affine else (grad_x, None, None, None)
 
 
 def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Gather two tensors (c,) from all ranks -> (ranks, c) each."""
     local, ranks = torch.cat((first, second)), distributed.world_size()
-    every = local.new_empty(ranks * len(local))
-    dist.all_gather_into_tensor(every, local)
-    firsts, seconds = every.view(ranks, 2, -1).unbind(1)
+    gathered = local.new_empty(ranks * len(local))
+    dist.all_gather_into_tensor(gathered, local)
+    firsts, seconds = gathered.view(ranks, 2, -1).unbind(1)
     return firsts, seconds
 
 

@@ -390,7 +390,7 @@ class _Tiles:
         if self.fused:
             return
         together = max(crops - g, g) if comparison.exclude_own else crops
-        self.probs = [student.rows.new_empty(each, min(self.part, n), k) for each in (g, together)]
+        self.probs = [student.rows.new_empty(views, min(self.part, n), k) for views in (g, together)]
 
     def __iter__(self) -> Iterator[_Tile]:
         for start in range(0, self.images, self._size):

@@ -258,8 +258,8 @@ def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalizati
         return None
     try:
         both = [stated[name] for name in ("mean", "std")]
-        each = ([value] * channels if isinstance(value, int | float) else value for value in both)
-        mean, std = (tuple(float(value) for value in values) for values in each)
+        lists = ([value] * channels if isinstance(value, int | float) else value for value in both)
+        mean, std = (tuple(float(value) for value in values) for values in lists)
         if not len(mean) == len(std) == channels or not all(abs(value) <= _MOST for value in mean):
             raise ValueError
         if not all(1 / _MOST**2 <= value <= _MOST for value in std):

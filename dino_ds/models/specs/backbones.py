@@ -118,14 +118,14 @@ class ViTSpec(BackboneSpec):
 
     @property
     def problem(self) -> str:
-        each, rest = divmod(self.width, self.heads)
+        head_width, rest = divmod(self.width, self.heads)
         if rest:
             return f"width {self.width} is not a multiple of heads {self.heads}"
-        if self.rope is None or each % 4 == 0:
+        if self.rope is None or head_width % 4 == 0:
             return ""
         return (
-            f"width {self.width} of {self.heads} heads is {each} each, and rotary positions need a multiple of 4: "
-            "change model.width or model.heads"
+            f"width {self.width} of {self.heads} heads is {head_width} each, and rotary positions need a multiple of "
+            "4: change model.width or model.heads"
         )
 
     @property
