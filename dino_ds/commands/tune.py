@@ -30,7 +30,8 @@ from dino_ds.report.charts import Chart, Curve, Line
 from dino_ds.report.html import build_document, draw_chart, render
 
 _BUSY = 0.15
-"""Cores that other programs may keep busy before the page says so."""
+"""Cores that other programs may keep busy before what is measured is no longer believed."""
+_MADE_UP = "images are made up, since none are named, and the loader was not measured: name yours by --data.root FOLDER"
 _COLORS = {"as given": 8, "tuned": 1}
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "images_per_second": ("images/s", lambda value: number(value, 3)),
@@ -67,9 +68,13 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
             trials.step(search.best, profile=options.profile)
     except (KeyboardInterrupt, OutOfMemory) as reason:  # what is known so far is shown
         error = reason
-    command, verdict, tables = _command(search, flags, ranks, options.write), _verdict(search), _tables(search)
-    about = f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"
-    lead, remarks = [about, host_line(describe_host())], list(_remarks(trials, search.has_images))
+    noise = trials.others_cores if trials.others_cores > _BUSY else 0.0
+    if noise and (given := search.pair.get("as given")) and given.rounds:
+        search.best = given.setting  # what other programs slowed is no reason to change anything
+    command, verdict, tables = _command(search, flags, ranks, options.write), _verdict(search, noise), _tables(search)
+    lead = [f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"]
+    lead += [host_line(describe_host())]
+    remarks = [] if search.has_images else [_MADE_UP]
     facts = {"verdict": verdict, "command": command, "limited_by": search.limited_by, "skipped": search.skipped}
     for name in ("sizes", "levers", "loaders", "pair"):
         facts[name] = {key: result.facts() for key, result in getattr(search, name).items()}
@@ -93,16 +98,8 @@ def _check_files(page: Path, options: BenchTuneOptions) -> None:
         check_new(Path(options.write))
 
 
-def _remarks(trials: Trials, has_images: bool) -> Iterator[str]:
-    """Yield remarks on the figures: made-up images, and other programs that kept cores busy."""
-    if not has_images:
-        yield "images   made up, since none are named: the loader was not measured (--data.root FOLDER)"
-    if trials.others_cores > _BUSY:
-        yield f"noise    other programs kept {trials.others_cores:.1f} cores busy: repeat it on a quiet machine"
-
-
-def _verdict(search: Search) -> str:
-    """The result of the search in a sentence."""
+def _verdict(search: Search, noise: float) -> str:
+    """The result of the search in a sentence. noise: cores that other programs kept busy, 0 if hardly any."""
     given, tuned = (search.pair.get(name) for name in _COLORS)
     if given is None or tuned is None or not tuned.rounds:
         return "not finished: the reasons are below"
@@ -110,6 +107,8 @@ def _verdict(search: Search) -> str:
         return f"{number(tuned.images_per_second, 3)} images/s; as given, it does not run: {one_line(given.failed)}"
     ratio, spread = tuned.images_per_second / given.images_per_second, max(given.spread, tuned.spread)
     gain = f"{ratio:.2f} times the images/s of the settings as given (spread {100 * spread:.0f} %)"
+    if noise:
+        return f"not believed, as other programs kept {noise:.1f} cores busy: {gain}. Repeat it on a quiet machine"
     if tuned.beats(given):
         return f"{gain}; what is learned is equal up to rounding"
     return f"nothing is faster than the settings as given by more than the spread: what was found has {gain}"
@@ -123,7 +122,8 @@ def _command(search: Search, flags: Flags, ranks: int, folder: str | None) -> st
     sizes = {"train_micro_batch_size_per_gpu": best.config.micro_batch}
     sizes["gradient_accumulation_steps"] = best.config.accumulation
     words = {"config": flags.fixed["config"]} if "config" in flags.fixed else dict[str, Any]()
-    words |= flags.recipe | {"data.workers": best.recipe.data.workers, "ds_config": best.path}
+    workers = {} if best.recipe.data.workers is None else {"data.workers": best.recipe.data.workers}
+    words |= flags.recipe | workers | {"ds_config": best.path}
     words |= {f"ds.{key}": value for key, value in {**best.changes, **sizes}.items()}
     if folder is not None:
         words = {name: Path(folder, file) for name, file in (("config", "recipe.yaml"), ("ds_config", "ds.json"))}
