@@ -11,6 +11,7 @@ import numpy as np
 
 from dino_ds.basics.files import replace_file
 from dino_ds.basics.formatting import gib, markdown_table, number, percent
+from dino_ds.basics.ranges import AUGMENTATION, COPY, PARTS
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
@@ -29,7 +30,8 @@ from dino_ds.report.charts import Chart, Curve, Line
 from dino_ds.report.html import build_document, draw_chart, render
 
 _BUSY = 0.15
-"""Cores that other programs may keep busy before the page says so."""
+"""Cores that other programs may keep busy before what is measured is no longer believed."""
+_MADE_UP = "images are made up, since none are named, and the loader was not measured: name yours by --data.root FOLDER"
 _COLORS = {"as given": 8, "tuned": 1}
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "images_per_second": ("images/s", lambda value: number(value, 3)),
@@ -40,6 +42,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "wait": ("wait in the step", lambda value: percent(100 * value)),
 }
 """Titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them."""
+_PARTS = {"data": "wait for images", COPY: "copy"} | {part: part for part in (AUGMENTATION, *PARTS[1:])}
+"""Titles of the parts of a step."""
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 """A title, a header, rows, and a note or ""."""
 
@@ -64,9 +68,13 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
             trials.step(search.best, profile=options.profile)
     except (KeyboardInterrupt, OutOfMemory) as reason:  # what is known so far is shown
         error = reason
-    command, verdict, tables = _command(search, flags, ranks, options.write), _verdict(search), _tables(search)
-    about = f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"
-    lead, remarks = [about, host_line(describe_host())], list(_remarks(trials, search.has_images))
+    noise = trials.others_cores if trials.others_cores > _BUSY else 0.0
+    if noise and (given := search.pair.get("as given")) and given.rounds:
+        search.best = given.setting  # what other programs slowed is no reason to change anything
+    command, verdict, tables = _command(search, flags, ranks, options.write), _verdict(search, noise), _tables(search)
+    lead = [f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"]
+    lead += [host_line(describe_host())]
+    remarks = [] if search.has_images else [_MADE_UP]
     facts = {"verdict": verdict, "command": command, "limited_by": search.limited_by, "skipped": search.skipped}
     for name in ("sizes", "levers", "loaders", "pair"):
         facts[name] = {key: result.facts() for key, result in getattr(search, name).items()}
@@ -90,23 +98,17 @@ def _check_files(page: Path, options: BenchTuneOptions) -> None:
         check_new(Path(options.write))
 
 
-def _remarks(trials: Trials, has_images: bool) -> Iterator[str]:
-    """Yield remarks on the figures: made-up images, and other programs that kept cores busy."""
-    if not has_images:
-        yield "images   made up, since none are named: the loader was not measured (--data.root FOLDER)"
-    if trials.others_cores > _BUSY:
-        yield f"noise    other programs kept {trials.others_cores:.1f} cores busy: repeat it on a quiet machine"
-
-
-def _verdict(search: Search) -> str:
-    """The result of the search in a sentence."""
+def _verdict(search: Search, noise: float) -> str:
+    """The result of the search in a sentence. noise: cores that other programs kept busy, 0 if hardly any."""
     given, tuned = (search.pair.get(name) for name in _COLORS)
-    if given is None or tuned is None or not tuned.rates:
+    if given is None or tuned is None or not tuned.rounds:
         return "not finished: the reasons are below"
-    if not given.rates:
+    if not given.rounds:
         return f"{number(tuned.images_per_second, 3)} images/s; as given, it does not run: {one_line(given.failed)}"
     ratio, spread = tuned.images_per_second / given.images_per_second, max(given.spread, tuned.spread)
     gain = f"{ratio:.2f} times the images/s of the settings as given (spread {100 * spread:.0f} %)"
+    if noise:
+        return f"not believed, as other programs kept {noise:.1f} cores busy: {gain}. Repeat it on a quiet machine"
     if tuned.beats(given):
         return f"{gain}; what is learned is equal up to rounding"
     return f"nothing is faster than the settings as given by more than the spread: what was found has {gain}"
@@ -120,7 +122,8 @@ def _command(search: Search, flags: Flags, ranks: int, folder: str | None) -> st
     sizes = {"train_micro_batch_size_per_gpu": best.config.micro_batch}
     sizes["gradient_accumulation_steps"] = best.config.accumulation
     words = {"config": flags.fixed["config"]} if "config" in flags.fixed else dict[str, Any]()
-    words |= flags.recipe | {"data.workers": best.recipe.data.workers, "ds_config": best.path}
+    workers = {} if best.recipe.data.workers is None else {"data.workers": best.recipe.data.workers}
+    words |= flags.recipe | workers | {"ds_config": best.path}
     words |= {f"ds.{key}": value for key, value in {**best.changes, **sizes}.items()}
     if folder is not None:
         words = {name: Path(folder, file) for name, file in (("config", "recipe.yaml"), ("ds_config", "ds.json"))}
@@ -133,17 +136,21 @@ def _command(search: Search, flags: Flags, ranks: int, folder: str | None) -> st
 
 def _tables(search: Search) -> list[Table]:
     """The parts of the page that have rows."""
-    levers = dict(sorted(search.levers.items(), key=lambda lever: -max(lever[1].rates, default=0.0)))
-    front = ", ".join(name for name, one in levers.items() if not any(map(one.is_worse, levers.values())))
-    but = "".join(f", but for {key}: {one.setting.learned}" for key, one in levers.items() if one.setting.learned)
-    stages = next((one.stages for one in search.loaders.values()), {})  # without loader processes, all are measured
+    ran = [item for item in search.levers.items() if item[1].rounds]
+    levers = dict(sorted(ran, key=lambda item: -item[1].images_per_second))
+    front = ", ".join(name for name, lever in levers.items() if not any(map(lever.is_worse, levers.values())))
+    but = "".join(f", but for {name}: {lever.setting.learned}" for name, lever in ran if lever.setting.learned)
+    sizes = dict(sorted(search.sizes.items(), key=lambda item: item[1].setting.config.micro_batch))
+    loaders = {name: loader for name, loader in search.loaders.items() if loader.rounds}
+    stages = next((loader.stages for loader in loaders.values()), {})  # without loader processes, all are measured
     skipped = dict[str, list[str]]()
     for name, reason in search.skipped.items():
         skipped.setdefault(one_line(reason), []).append(name)
     tables: list[Table] = [
         _table("As given and tuned", search.pair),
-        _table("Micro-batches", search.sizes, f"Largest: {search.limited_by or 'the whole batch'}."),
-        _table("Loader processes", search.loaders, f"Taken: the fewest that wait below {ENOUGH_WAIT:.0%} of the step."),
+        _table("Micro-batches", sizes, f"Largest: {search.limited_by or 'the whole batch'}."),
+        _table("Loader processes", loaders, f"Taken: the fewest that wait below {ENOUGH_WAIT:.0%} of the step, or else "
+               "the fastest."),
         ("Loading an image", ("stage", "ms"), [(name, f"{ms:.2f}") for name, ms in stages.items()], ""),
         _table("Levers, each changed alone", levers, f"None is faster and takes less memory than {front} (Pareto). "
                f"What is learned is equal up to rounding{but}."),
@@ -163,7 +170,7 @@ def _table(title: str, measured: Mapping[str, Measurement], note: str = "") -> T
 
 
 def _charts(search: Search) -> Iterator[Chart]:
-    """Yield throughput and memory over the micro-batch, and the wait over the loader processes."""
+    """Yield throughput and memory over micro-batches, and the wait over loader processes, where two were measured."""
     of_sizes = ("images of a micro-batch", {one.setting.config.micro_batch: one for one in search.sizes.values()})
     of_loaders = ("loader processes", {one.setting.recipe.data.workers or 0: one for one in search.loaders.values()})
     for title, unit, (x, measured), keys in (
@@ -171,30 +178,30 @@ def _charts(search: Search) -> Iterator[Chart]:
         ("Memory of a rank", "GiB", of_sizes, ("peak_gib", "predicted_gib")),
         ("Wait for images", "part of the step", of_loaders, ("wait",)),
     ):
-        facts = {at: one.facts() for at, one in measured.items()}
-        points = {key: {at: row[key] for at, row in facts.items() if row.get(key) is not None} for key in keys}
-        lines = [
-            Line(_COLUMNS[key][0], Curve(np.array([*xy], float), np.array([*xy.values()], float)), color, "dots")
-            for color, (key, xy) in enumerate(points.items(), 1)
-        ]
+        facts = {at: measured[at].facts() for at in sorted(measured)}
+        points = {key: [(at, row[key]) for at, row in facts.items() if row.get(key) is not None] for key in keys}
+        curves = {key: Curve(*np.array(pairs, float).T) for key, pairs in points.items() if len(pairs) > 1}
+        lines = [Line(_COLUMNS[key][0], curve, color, "dots") for color, (key, curve) in enumerate(curves.items(), 1)]
         yield Chart(title, unit, lines, {}, zero=True, x=x)
 
 
 def _bars(search: Search) -> Iterator[tuple[str, list[tuple[str, str, list[tuple[int, float]]]], float]]:
     """Yield title, rows and longest bar of the parts of a step's time and of a rank's memory, as given and tuned."""
-    seconds = {name: one.parts for name, one in search.pair.items()}
-    memory = {name: one.setting.memory.parts for name, one in search.pair.items() if one.setting.memory}
-    gibs = {name: {part: size / GIB for part, size in parts.items()} for name, parts in memory.items()}
+    seconds, gibs = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
+    for name, measured in search.pair.items():
+        seconds[name] = {title: measured.parts[part] for part, title in _PARTS.items() if part in measured.parts}
+        memory = measured.setting.memory
+        gibs[name] = {part: size / GIB for part, size in memory.parts.items()} if memory else {}
     for title, values, show in (
         ("Parts of a step", seconds, lambda value: f"{value:.3g} s"),
         ("Memory of a rank, predicted", gibs, gib),
     ):
-        least = 0.01 * max((size for each in values.values() for size in each.values()), default=0.0)
-        parts = dict.fromkeys(part for each in values.values() for part, size in each.items() if size >= least)
+        most = max((value for parts in values.values() for value in parts.values()), default=1.0)
+        shown = dict.fromkeys(part for parts in values.values() for part in parts if parts[part] >= 0.01 * most)
         rows = [
-            (f"{part}, {name}", show(each[part]), [(_COLORS[name], each[part])])
-            for part in parts
-            for name, each in values.items()
-            if part in each
+            (f"{part}, {name}", show(parts[part]), [(_COLORS[name], parts[part])])
+            for part in shown
+            for name, parts in values.items()
+            if part in parts
         ]
-        yield title, rows, max((length for _, _, [(_, length)] in rows), default=1.0)
+        yield title, rows, most

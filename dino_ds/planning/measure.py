@@ -383,6 +383,8 @@ def run_in_child(
         answer = json.loads(result.read_text())
         if "out_of_memory" in answer:
             raise ChildOutOfMemory(f"a measuring process ran out of memory: {answer['out_of_memory']}")
+        if "refused" in answer:
+            raise ChildFailed(answer["refused"])
         return ChildResult(**answer)
 
 
@@ -441,10 +443,10 @@ def _child() -> None:
         value = function(**call["kwargs"])
         result = {"value": value, "peak_mib": resident_mib(peak=True), "imports_mib": imports}
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not (isinstance(error, UserError) or is_out_of_memory(error)):
             raise
-        result = {"out_of_memory": one_line(error, 200)}
-    if distributed.rank() == 0 or "out_of_memory" in result:
+        result = {"out_of_memory" if is_out_of_memory(error) else "refused": one_line(error, 200)}
+    if distributed.rank() == 0 or "value" not in result:
         with replacing(Path(sys.argv[1])) as file:
             file.write_text(json.dumps(result))
     os._exit(0)  # an orderly exit gains nothing here, and DeepSpeed's takes a second

@@ -77,7 +77,7 @@ def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
     leave recomputation out; the ratio is that of the made-up costs."""
     result = _tune(tmp_path, changes={"data.global_batch": "16"})
     facts = result.data
-    waits = [facts["loaders"][f"{n} loader processes"]["wait"] for n in (1, 2)]
+    waits = [facts["loaders"][f"loader processes: {n}"]["wait"] for n in (1, 2)]
     assert "--data.workers 2" in facts["command"] and waits[0] > 0.2 > tune.ENOUGH_WAIT > waits[1]
     as_given, tuned = (facts["pair"][name]["images_per_second"] for name in ("as given", "tuned"))
     assert as_given == pytest.approx(16 / (16 * 2 / 30 + 0.2))
@@ -85,7 +85,7 @@ def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
     assert "this device has no fp16" in facts["skipped"]["zero2_fp16"]
     page = (tmp_path / "tune.html").read_text()
     assert page.count("<svg") == 3 and "Levers" in page and json.loads((tmp_path / "tune.json").read_text())["result"]
-    assert "images   made up" not in page and "noise" not in page
+    assert "made up" not in page and "not believed" not in page
 
 
 def test_the_printed_command_gives_the_settings_that_were_found(machine, tmp_path):
@@ -103,7 +103,8 @@ def test_the_printed_command_gives_the_settings_that_were_found(machine, tmp_pat
 
 def test_a_limit_below_the_prediction_is_found_by_running(machine, tmp_path):
     facts = _tune(tmp_path).data
-    assert [*facts["sizes"]][-2:] == [f"micro-batch {MOST_IMAGES}", f"micro-batch {2 * MOST_IMAGES}"]
+    rates = {name: size.get("images_per_second") for name, size in facts["sizes"].items()}
+    assert rates[f"micro-batch {MOST_IMAGES}"] and not rates[f"micro-batch {2 * MOST_IMAGES}"]
     assert "took 32 GiB" in facts["limited_by"] and "as given, it does not run" in facts["verdict"]
 
 
@@ -122,10 +123,11 @@ def test_what_is_no_faster_than_the_settings_as_given_is_not_recommended(machine
     assert "--ds.train_micro_batch_size_per_gpu 16" in facts["command"]
 
 
-def test_other_programs_that_keep_cores_busy_are_said(machine, tmp_path, monkeypatch):
+def test_what_was_measured_beside_other_programs_is_not_believed(machine, tmp_path, monkeypatch):
     times = iter(range(0, 10**6, 1000))
     monkeypatch.setattr(trials, "_busy_seconds", lambda: float(next(times)))
-    assert "noise" in _tune(tmp_path).page
+    facts = _tune(tmp_path, changes={"data.global_batch": "16"}).data
+    assert facts["verdict"].startswith("not believed") and "checkpointing" in facts["command"]
 
 
 def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path):
@@ -137,7 +139,7 @@ def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path
         _tune(tmp_path)
     whole = _tune(tmp_path, resume=True)
     assert whole.error is None and "--data.workers 2" in whole.data["command"]
-    resumed, again = len(machine.calls) - before, 1  # the micro-batch that had failed
+    resumed, again = len(machine.calls) - before, 2  # the micro-batches that had failed
     machine.calls.clear()
     _tune(tmp_path / "again")
     assert resumed - again + 8 == len(machine.calls)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -46,16 +47,14 @@ from dino_ds.planning.measure import (
     synchronize,
 )
 
-_SEARCH = 0.75
-"""Share of the time for the search, after which what it found is compared with what was given."""
 _ONCE = ("optimizer", "center", "ema")
 """Parts of a step that run once, however many micro-batches it has."""
 _MOST_STEPS = 40
 _START_SECONDS, _TIMES_LONGER = 120.0, 20
 """A trial is given up after these seconds for its start, and so many times its measured seconds."""
-_TRIALS, _LEAST_SECONDS, _MOST_SECONDS = 100, 0.5, 10.0
+_TRIALS, _LEAST_SECONDS, _MOST_SECONDS = 120, 0.5, 10.0
 """A trial takes this part of the time beyond its start, within these seconds."""
-_SLOW = 0.6
+SLOW = 0.75
 """Share of the highest rate below which a setting is not measured again."""
 
 
@@ -88,11 +87,12 @@ class Setting:
 
 @dataclass
 class Measurement:
-    """The measured steps of a setting. rates: images/s of each; loader: images/s of a rank's loader alone; stages:
-    milliseconds of an image's loading; parts: seconds of a whole step by part; failed: why nothing was measured."""
+    """The measured steps of a setting. rounds: images/s of each step, by trial; loader: images/s of a rank's loader
+    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step by part; failed: why nothing was
+    measured."""
 
     setting: Setting
-    rates: list[float] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=list)
     loader: float | None = None
     stages: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
@@ -101,13 +101,16 @@ class Measurement:
 
     @property
     def images_per_second(self) -> float:
-        return median(self.rates)
+        """The median of all steps; 0 if nothing was measured."""
+        return median(chain(*self.rounds)) if self.rounds else 0.0
 
     @property
     def spread(self) -> float:
-        """The interquartile range of the steps of all rounds, as a share of the median."""
-        low, _, high = quantiles(self.rates, n=4)
-        return (high - low) / self.images_per_second
+        """How far the median is uncertain, as a share of it: by the range of the trials' medians, or the interquartile
+        range of the steps over the root of their number if that is larger."""
+        rates, medians = [*chain(*self.rounds)], [*map(median, self.rounds)]
+        low, _, high = quantiles(rates, n=4)
+        return max(max(medians) - min(medians), (high - low) / math.sqrt(len(rates))) / self.images_per_second
 
     @property
     def wait(self) -> float | None:
@@ -121,19 +124,19 @@ class Measurement:
 
     def is_worse(self, other: Measurement) -> bool:
         """Whether `other` is faster and takes less memory."""
-        return not self.rates or bool(other.rates and other.beats(self) and other.peak_gib < self.peak_gib)
+        return not self.rounds or bool(other.rounds and other.beats(self) and other.peak_gib < self.peak_gib)
 
     def add(self, trial: dict[str, Any], ranks: int) -> None:
         """Add a trial; a later round that fails, such as for lack of time, takes nothing away."""
         if "failed" in trial:
-            self.failed = "" if self.rates else trial["failed"]
+            self.failed = "" if self.rounds else trial["failed"]
             return
         config = self.setting.config
         repeated = config.accumulation * config.micro_batch / self.setting.measured_batch
         once = sum(trial["parts"].get(part, 0.0) for part in _ONCE) / fmean(trial["seconds"])
         scale = once + (1 - once) * repeated  # a whole step's time, as a multiple of the measured one's
         images = config.micro_batch * config.accumulation * ranks
-        self.rates += [images / (seconds * scale) for seconds in trial["seconds"]]
+        self.rounds.append([images / (seconds * scale) for seconds in trial["seconds"]])
         self.parts = {part: s * (1.0 if part in _ONCE else repeated) for part, s in trial["parts"].items()}
         self.loader, self.stages = trial.get("loader"), trial.get("stages", {})
         self.peak_gib = max(self.peak_gib, trial["peak_mib"] / 1024)
@@ -141,13 +144,13 @@ class Measurement:
     def facts(self) -> dict[str, Any]:
         """The figures as plain values."""
         memory, figures = self.setting.memory, ("images_per_second", "spread", "peak_gib", "loader", "wait")
-        facts = {name: getattr(self, name) for name in figures} if self.rates else {}
+        facts = {name: getattr(self, name) for name in figures} if self.rounds else {}
         predicted = None if memory is None else memory.gib
         return facts | {"predicted_gib": predicted, "parts": self.parts, "stages": self.stages, "failed": self.failed}
 
 
 class Trials:
-    """Runs trials one after the other, and begins none after the time `end`. `ended` holds their results, with --resume
+    """Runs trials one after the other. `ended` holds their results, with --resume
     those of an earlier call on this machine too. limit_gib: memory that a rank may take. Raises ConfigError for a file
     that can't be resumed."""
 
@@ -157,7 +160,11 @@ class Trials:
         self._place = [self._threads, ranks, *(describe_host()[name] for name in ("host", "gpu", "versions"))]
         self.ended: dict[str, dict[str, Any]] = self._read() if options.resume else {}
         self._busy, self._began, self.seconds = _busy_seconds(), time.monotonic(), 60 * options.minutes
-        self.end = self._began + _SEARCH * self.seconds
+        self.until(1.0)
+
+    def until(self, share: float) -> None:
+        """Begin no trial after this share of the time."""
+        self._end = self._began + share * self.seconds
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Read the trials of an earlier call, except those that failed or took more than the limit."""
@@ -185,7 +192,7 @@ class Trials:
         call = json.dumps([words, number, kwargs, self._place], sort_keys=True)
         key = hashlib.sha256(call.encode()).hexdigest()
         if key not in self.ended:
-            if time.monotonic() > self.end:
+            if time.monotonic() > self._end:
                 return {"failed": "no time was left: --minutes gives more, --resume goes on"}
             seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, self.seconds / _TRIALS))
             limits = ChildLimits(self.ranks, self.limit_gib, _START_SECONDS + _TIMES_LONGER * seconds)
@@ -201,10 +208,10 @@ class Trials:
         """Measure settings in rounds, every second one in reverse order, so that a disturbance meets all alike."""
         results = {setting.name: Measurement(setting) for setting in settings}
         for number in range(rounds):
-            top = max((result.images_per_second for result in results.values() if result.rates), default=0.0)
+            top = max(result.images_per_second for result in results.values())
             for setting in tqdm(settings[:: -1 if number % 2 else 1], desc="trials", leave=False, disable=None):
                 result = results[setting.name]
-                if not number or (result.rates and result.images_per_second > _SLOW * top):
+                if not number or result.images_per_second > SLOW * top:
                     result.add(self.step(setting, number, **kwargs), self.ranks)
         return results
 

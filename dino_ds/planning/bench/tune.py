@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_schema import check_offload
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
@@ -15,13 +17,16 @@ from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.process import device, fp16_supported, memory_gib
 from dino_ds.errors import ConfigError, NotEstimated, OutOfMemory
-from dino_ds.planning.bench.trials import Measurement, Setting, Trials
+from dino_ds.planning.bench.trials import SLOW, Measurement, Setting, Trials
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
 ENOUGH_WAIT = 0.02
 """Share of a step that may pass waiting for images: more loader processes are not worth their memory then."""
-_STEPS, _LONGEST = 5, 0.15
-"""Steps that the shortest trial takes, and the share of the time that they may take."""
+_PROBE, _STEPS, _LONGEST = 8, 5, 0.15
+"""Images of the first micro-batch, whose speed tells how long others take; steps that the shortest trial takes, and the
+share of the time that they may take."""
+_SHARES = {"micro-batches": 0.3, "levers": 0.65, "loader processes": 0.8}
+"""Shares of the time after which no trial of a part begins; the rest is for the comparison at the end."""
 
 
 class Search:
@@ -32,7 +37,7 @@ class Search:
 
     Attributes:
         sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
-        limited_by: why no larger micro-batch was tried; skipped: why other settings were not.
+        limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
         pair: the setting as it was given and the one that was found, measured together at the end.
         best: the second of the pair if it is faster, else the first.
     """
@@ -47,13 +52,22 @@ class Search:
 
     def run(self) -> None:
         """Raises OutOfMemory if no micro-batch fits or runs, ConfigError for batch sizes that contradict each other."""
-        given = self._setting("as given", self._recipe, self._path)
-        best = self._find_lever(self._find_micro_batch())
-        best = self._find_workers(best) if self.has_images else best
-        best, self._trials.end = replace(best, name="tuned"), math.inf  # all before is for this comparison
-        self.pair = self._trials.compare([given, best], rounds=3, real_images=self.has_images)
-        shipped, tuned = self.pair["as given"], self.pair["tuned"]
-        self.best = given if shipped.rates and not (tuned.rates and tuned.beats(shipped)) else best
+        given, best = self._setting("as given", self._recipe, self._path), None
+        finds = [self._find_micro_batch, self._find_lever, *([self._find_workers] if self.has_images else [])]
+        for share, find in zip(_SHARES.values(), finds, strict=False):
+            self._trials.until(share)
+            best = find(best or given)
+        self._trials.until(math.inf)  # all before is for this comparison
+        tuned = replace(best or given, name="tuned")
+        self.pair = self._trials.compare([given, tuned], rounds=3, real_images=self.has_images)
+        shipped, found = self.pair["as given"], self.pair["tuned"]
+        self.best = given if shipped.rounds and not (found.rounds and found.beats(shipped)) else tuned
+
+    def _compare(self, settings: Sequence[Setting], rounds: int = 2, **kwargs: Any) -> dict[str, Measurement]:
+        """Measure settings, and keep why some were not."""
+        results = self._trials.compare(settings, rounds, **kwargs)
+        self.skipped |= {name: result.failed for name, result in results.items() if result.failed}
+        return results
 
     def _setting(
         self, name: str, recipe: Recipe, path: str, changes: Mapping[str, Any] | None = None, micro: int | None = None
@@ -64,54 +78,62 @@ class Search:
         ds = load_ds_config(path, changes)
         ds = ds if micro is None else with_batch(ds, micro, batch // (micro * ranks))
         config = resolve_ds_config(dict(ds), path, batch, ranks, fp16_supported(), count_parameters(recipe))
+        check_offload(config, recipe.optimizer.kind)
         try:
             memory = estimate_memory(recipe, config, ranks, on_gpu, self._libraries, exact=False)
         except NotEstimated:
             return Setting(name, recipe, path, changes, ds, config, None)
         return Setting(name, recipe, path, changes, ds, config, with_margins(memory, ranks) if on_gpu else memory)
 
-    def _too_large(self, setting: Setting) -> str:
-        """Why a setting can't fit by prediction, with its largest part; "" if it may."""
+    def _too_large(self, setting: Setting, rate: float = math.inf) -> str:
+        """Why a setting can't be tried: it needs more memory by prediction, most of it for its largest part, or more
+        time at `rate` images/s. "" if it can."""
         memory, limit = setting.memory, self._trials.limit_gib
-        if memory is None or memory.gib <= limit:
-            return ""
-        part, size = max(memory.parts.items(), key=lambda part: part[1])
-        return f"needs {memory.gib:.2f} of {limit:.2f} GiB by prediction, most of it for {part} ({size / GIB:.2f})"
+        if memory is not None and memory.gib > limit:
+            part, size = max(memory.parts.items(), key=lambda part: part[1])
+            return f"needs {memory.gib:.2f} of {limit:.2f} GiB by prediction, most of it for {part} ({size / GIB:.2f})"
+        seconds = _STEPS * setting.measured_batch * self._trials.ranks / rate
+        if seconds > _LONGEST * self._trials.seconds:
+            return f"trying it would take {seconds:.0f} s: --minutes allows more"
+        return ""
 
-    def _find_micro_batch(self) -> Setting:
-        """Measure micro-batches from the smallest on, as far as memory and time allow; of those that are equally fast,
-        the smallest is taken."""
-        runs, rate = list[Setting](), math.inf
-        for size in self._sizes():
-            setting = self._setting(f"micro-batch {size}", self._recipe, self._path, micro=size)
-            seconds = _STEPS * setting.measured_batch * self._trials.ranks / rate
-            self.limited_by = self._too_large(setting)
-            if seconds > _LONGEST * self._trials.seconds:
-                self.limited_by = f"trying it would take {seconds:.0f} s: --minutes allows more"
-            if not self.limited_by:
-                self.sizes |= self._trials.compare([setting], 1)
-                self.limited_by = self.sizes[setting.name].failed
-            if self.limited_by:
-                self.limited_by = f"{setting.name}: {self.limited_by}"
+    def _find_micro_batch(self, given: Setting) -> Setting:
+        """Measure micro-batches from the largest that fits by prediction down to those that are much slower; of those
+        that are equally fast, the smallest is taken."""
+        sizes, halved = micro_batches(self._recipe.data.global_batch, self._trials.ranks), list[int]()
+        for size in sizes:
+            if not halved or size <= halved[-1] // 2:
+                halved.append(size)
+        made = [self._setting(f"micro-batch {n}", self._recipe, self._path, micro=n) for n in halved]
+        probe = min(made, key=lambda setting: abs(setting.config.micro_batch - _PROBE))
+        rate = self._try(probe, math.inf)
+        runs, top = list[Setting](), 0.0
+        for setting in made if rate else made[made.index(probe) + 1 :]:
+            speed = self._try(setting, rate or math.inf)
+            if speed:
+                runs, top = [*runs, setting], max(top, speed)
+            if speed < SLOW * top:
                 break
-            runs, rate = [*runs, setting], self.sizes[setting.name].images_per_second
         if not runs:
             raise OutOfMemory(f"no micro-batch runs. {self.limited_by}")
         self.sizes |= (results := self._trials.compare(runs))
-        top = max(results.values(), key=lambda result: result.images_per_second)
-        return next(setting for setting in runs if not top.beats(results[setting.name]))
+        fastest = max(results.values(), key=lambda result: result.images_per_second)
+        return next(setting for setting in reversed(runs) if not fastest.beats(results[setting.name]))
 
-    def _sizes(self) -> Iterator[int]:
-        """Yield the micro-batches to try, smallest first, each at least twice the one before."""
-        sizes, before = micro_batches(self._recipe.data.global_batch, self._trials.ranks), 0
-        for size in reversed(sizes):
-            if size >= 2 * before or size == sizes[0]:
-                yield size
-                before = size
+    def _try(self, setting: Setting, rate: float) -> float:
+        """Return the images/s of a first trial; 0.0 if there can be none, whose reason limits the micro-batch."""
+        if reason := self._too_large(setting, rate):
+            self.limited_by = f"{setting.name}: {reason}"
+            return 0.0
+        self.sizes |= (results := self._trials.compare([setting], 1))
+        if reason := results[setting.name].failed:
+            self.limited_by = f"{setting.name}: {reason}"
+        return results[setting.name].images_per_second
 
     def _find_lever(self, fastest: Setting) -> Setting:
         """Compare the shipped ds configs and other levers, each changed alone, at the fastest micro-batch; return the
         fastest that learns the same."""
+        fastest = replace(fastest, name=f"{Path(self._path).stem}, as given")
         settings = {fastest.resolved: fastest}
         for name, recipe, path, changes in self._levers(fastest.recipe):
             try:
@@ -123,13 +145,14 @@ class Search:
                 setting = replace(setting, learned="a loss of fewer crops")
             if reason := self._too_large(setting):
                 self.skipped[name] = reason
-            elif (same := settings.setdefault(setting.resolved, setting)) is not setting:
+            elif (same := settings.setdefault(setting.resolved, setting)) is not setting and name != Path(
+                self._path
+            ).stem:
                 self.skipped[name] = f"here the same as {same.name}"
-        self.levers = self._trials.compare([*settings.values()])
-        self.skipped |= {name: result.failed for name, result in self.levers.items() if result.failed}
+        self.levers = self._compare([*settings.values()])
         best = self.levers[fastest.name]
         for result in self.levers.values():
-            if result.rates and not result.setting.learned and result.beats(best):
+            if result.rounds and not result.setting.learned and result.beats(best):
                 best = result
         return best.setting
 
@@ -150,10 +173,10 @@ class Search:
         hardly a wait, or else those of the fastest step."""
         cores = max(1, len(usable_cores()) // self._trials.ranks)
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
-        recipes = {str(n): change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
-        made = [replace(best, name=f"{name} loader processes", recipe=recipe) for name, recipe in recipes.items()]
-        self.loaders = self._trials.compare(made, 1, real_images=True)
-        ran = [result for result in self.loaders.values() if result.rates]
+        recipes = {n: change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
+        made = [replace(best, name=f"loader processes: {n}", recipe=recipe) for n, recipe in recipes.items()]
+        self.loaders = self._compare(made, 1, real_images=True)
+        ran = [result for result in self.loaders.values() if result.rounds]
         enough = [result for result in ran if (result.wait or 0.0) <= ENOUGH_WAIT]
         fastest = sorted(ran, key=lambda result: -result.images_per_second)
         return next((result.setting for result in [*enough, *fastest]), best)
