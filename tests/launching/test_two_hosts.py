@@ -225,7 +225,7 @@ def _sent(host) -> int:
 
 @pytest.mark.parametrize(("stage", "each"), [(0, 4), (1, 6), (2, 6), (3, 8)])
 def test_bytes_that_a_host_sends_for_each_weight(stage, each, start, hosts):
-    """Of two hosts, in FP32: 4 for gradients, 2 for new weights, which the teacher's average reads too; at ZeRO 3, 2 for
+    """Of two hosts, in FP32: 4 for gradients, 2 for new weights, which the teacher's average reads too, at ZeRO 3 2 for
     the weights of the backward pass. The rest, below 5 %, are headers and the center."""
     sent, changes = [], {"model.width": "128", "model.depth": "4"}
     for steps in (4, 12):
