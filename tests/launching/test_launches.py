@@ -161,7 +161,7 @@ def test_two_hosts_go_on_after_a_rank_of_one_is_killed(way, checkout, straight):
             return (_srun if way == "srun" else _no_ssh)((near, far), checkout, port)
         if way == "static":
             return _torchrun((near, far), checkout, "--master_addr", near.address, "--master_port", port)
-        endpoint = f"{near.address}:{port}"
+        endpoint = f"{near.name}:{port}"  # by its address, no torchrun knows that it is the one to serve
         rendezvous = ("--rdzv_backend", "c10d", "--rdzv_id", "a", "--rdzv_endpoint", endpoint)
         return _torchrun((near, far), checkout, *rendezvous, "--max_restarts", 1)
 
