@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import shlex
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -367,8 +368,9 @@ def check_may_begin(run_dir: Path, resume: Resume) -> None:
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
     """The error for --resume with a folder that holds no run."""
-    near = near_run(run_dir)
-    return CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir{near}")
+    where = f" on {socket.gethostname()}" if "LOCAL_RANK" in os.environ else ""  # it may be another machine's folder
+    why = f"nothing to resume: {run_dir} holds no run{where}"
+    return CheckpointError(f"{why}; start without --resume, or fix --run_dir{near_run(run_dir)}")
 
 
 def _one_without_the_other(recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -34,6 +35,7 @@ from dino_ds.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PATIENCE_SECONDS = 25.0
 """Time after which a rank that waits for others says so."""
+_OF_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that name network interfaces."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -78,8 +80,10 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
 
 @contextmanager
-def rendezvous(timeout: timedelta) -> Iterator[timedelta]:
-    """Wrap joining a process group; yields the time that connecting the ranks may take, since all of them are there.
+def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelta]]:
+    """Wrap joining a process group; yields the time that connecting the ranks may take, since all of them are there,
+    and with torchrun the store to join by. Its agent keeps one store for all starts, and torch puts the addresses of
+    each under the same names: ranks that start again would read those of dead ones.
 
     On several machines gloo gets the interface that reaches the first one, unless the user has named one. Raises
     ConfigError if ranks disagree on the world size, machines can't connect, or another program uses rank 0's port.
@@ -88,12 +92,14 @@ def rendezvous(timeout: timedelta) -> Iterator[timedelta]:
     several = False
     try:
         if (ranks, mine) == (1, 0):
-            yield timeout
+            yield None, timeout
             return
         # The server is shared with the process group's store: same port, same process.
         store = _store(mine, timeout)
-        several = _call_roll(store, mine, ranks, timeout)
-        yield timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)
+        several, start = _call_roll(store, mine, ranks, timeout)
+        of_agent = os.environ.get(_OF_AGENT) == "True"
+        joins = dist.PrefixStore(f"dino_ds/{start}", store) if of_agent else None
+        yield joins, timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)
         del store
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
@@ -111,7 +117,7 @@ def rendezvous(timeout: timedelta) -> Iterator[timedelta]:
 def _store(mine: int, timeout: timedelta) -> dist.Store:
     """The store of rank 0, or of torchrun's agent."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = mine == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = mine == 0 and os.environ.get(_OF_AGENT) != "True"
     for seconds in (timedelta(seconds=_PATIENCE_SECONDS), timeout):
         try:
             return dist.TCPStore(
@@ -124,8 +130,9 @@ def _store(mine: int, timeout: timedelta) -> dist.Store:
     raise AssertionError
 
 
-def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> bool:
-    """Wait until all ranks are there and choose gloo's interface; returns whether they are on several machines.
+def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> tuple[bool, str]:
+    """Wait until all ranks are there and choose gloo's interface; returns whether they are on several machines, and a
+    name for this start that no other has.
 
     Raises ConfigError if they disagree on the world size.
     """
@@ -138,18 +145,18 @@ def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> 
         sizes: dict[int, int] = {}
         for rank, (size, _, _) in enumerate(answers):
             sizes.setdefault(size, rank)
-        roll = json.dumps([sizes, len({host for _, host, _ in answers}) > 1, seen])
+        roll = json.dumps([sizes, len({host for _, host, _ in answers}) > 1, seen, secrets.token_hex(8)])
         for rank in range(ranks):
             store.set(f"{prefix}/roll/{rank}", roll)
     else:
         store.wait([f"{prefix}/roll/{mine}"], timeout)
-    sizes, several, seen = json.loads(_take(store, f"{prefix}/roll/{mine}"))
+    sizes, several, seen, start = json.loads(_take(store, f"{prefix}/roll/{mine}"))
     if len(sizes) > 1:
         text = " and ".join(f"WORLD_SIZE {size} by rank {rank}" for size, rank in sizes.items())
         raise ConfigError(f"ranks disagree on how many they are: {text}; give all of them the same WORLD_SIZE")
     if several and GLOO not in os.environ:
         _choose_interface(seen if _is_loopback(source) else source)
-    return bool(several)
+    return bool(several), str(start)
 
 
 def _take(store: dist.Store, key: str) -> bytes:
@@ -217,7 +224,9 @@ def _join(timeout: timedelta) -> None:
         _keep_freed_memory()
         if on_amd():
             take_onednn()
-        with rendezvous(timeout) as connecting:
+        with rendezvous(timeout) as (store, connecting):
+            if store is not None:
+                _join_by(store, "gloo", connecting)
             deepspeed.init_distributed("gloo", verbose=False, timeout=connecting)
         distributed.set_timeouts(timeout.total_seconds())
     else:
@@ -231,8 +240,17 @@ def _join(timeout: timedelta) -> None:
         accelerator.set_device(local)
         if distributed.local_world_size() > 1:
             _share_cores()  # an offloaded optimizer steps on the host
-        with rendezvous(timeout):
+        with rendezvous(timeout) as (store, _):
+            if store is not None:
+                card = torch.device("cuda", local) if torch.cuda.is_available() else None
+                _join_by(store, accelerator.communication_backend_name(), timeout, card)
             deepspeed.init_distributed(verbose=False, timeout=timeout)
+
+
+def _join_by(store: dist.Store, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
+    """Make the process group that DeepSpeed then finds."""
+    rank, ranks = distributed.rank(), distributed.world_size()
+    dist.init_process_group(backend, timeout=timeout, world_size=ranks, rank=rank, store=store, device_id=device)
 
 
 def _share_cores() -> None:

@@ -247,6 +247,12 @@ def told(**variables: str) -> None:
     os.environ.update(variables)
 
 
+def import_first(folder: str) -> None:
+    """Run the sitecustomize.py of a folder in this process and in every Python that it starts."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    exec(Path(folder, "sitecustomize.py").read_text(), {})
+
+
 def leave(code: int = 0) -> None:
     sys.stdout.flush()
     os._exit(code)

@@ -71,11 +71,15 @@ def _edited(edits):
     return lambda found: f"{found[1]}={edits[found[1]]}" if found[1] in edits else found[0]
 
 
-def _kill_a_rank(run: Path, processes: list[subprocess.Popen], rank: int) -> None:
+def _wait_for_losses(run: Path, processes: list[subprocess.Popen]) -> None:
     end, metrics = time.monotonic() + 500, run / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count('"loss"') >= 12):
         assert all(process.poll() is None for process in processes) and time.monotonic() < end
         time.sleep(0.1)
+
+
+def _kill_a_rank(run: Path, processes: list[subprocess.Popen], rank: int) -> None:
+    _wait_for_losses(run, processes)
     os.kill(json.loads((run / f"heartbeats/rank_{rank:05d}.json").read_text())["pid"], signal.SIGKILL)
 
 
@@ -117,26 +121,47 @@ def test_a_script_of_one_machine_goes_on_after_a_rank_is_killed(script, ranks, r
     _equal(checkout / "run", straight(ranks))
 
 
-def _torchrun(hosts, folder: Path, *how: object) -> list[subprocess.Popen]:
+def _words(folder: Path) -> list[object]:
     words = ["--data.root", folder / "images", "--config", folder / "tiny.yaml", "--run_dir", folder / "run"]
-    words += ["--ds_config", REPOSITORY / "ds_configs" / DS, "--resume", "auto"]
+    return [*words, "--ds_config", REPOSITORY / "ds_configs" / DS, "--resume", "auto"]
+
+
+def _torchrun(hosts, folder: Path, *how: object) -> list[subprocess.Popen]:
     started = []
     for number, host in enumerate(hosts):
         command = ["torchrun", "--nnodes", 2, "--nproc_per_node", 1, *how, "--node_rank", number]
-        started.append(host.start([*command, REPOSITORY / "dino_ds/train.py", *words], folder / "output"))
+        started.append(host.start([*command, REPOSITORY / "dino_ds/train.py", *_words(folder)], folder / "output"))
     return started
 
 
-@pytest.mark.parametrize("way", ["hostfile.sh", "c10d", pytest.param("static", marks=pytest.mark.full)])
+def _srun(hosts, folder: Path, port: int) -> list[subprocess.Popen]:
+    """As srun would: a rank a host, told by Slurm's variables alone."""
+    told = {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": 0}
+    told |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port}
+    command = [sys.executable, REPOSITORY / "dino_ds/train.py", *_words(folder)]
+    return [host.start(command, folder / "output", SLURM_PROCID=n, **told) for n, host in enumerate(hosts)]
+
+
+def _no_ssh(hosts, folder: Path, port: int) -> list[subprocess.Popen]:
+    """DeepSpeed's launcher on each host, which starts that host's ranks alone."""
+    command = ["deepspeed", "--hostfile", folder / "hostfile", "--no_ssh", "--master_port", port]
+    command += ["--master_addr", hosts[0].address, "--node_rank"]
+    script = [REPOSITORY / "dino_ds/train.py", *_words(folder)]
+    return [host.start([*command, n, *script], folder / "output") for n, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize("way", ["hostfile.sh", "c10d", "static", "srun", "no_ssh"])
 def test_two_hosts_go_on_after_a_rank_of_one_is_killed(way, checkout, straight):
     """hostfile.sh ends on both hosts and goes on when started again, as static torchrun; c10d starts both again."""
 
     def start(near, far):
         if way == "hostfile.sh":
             return [near.start(["sh", checkout / "launch/hostfile.sh"], checkout / "output")]
+        if way in ("srun", "no_ssh"):
+            return (_srun if way == "srun" else _no_ssh)((near, far), checkout, port)
         if way == "static":
             return _torchrun((near, far), checkout, "--master_addr", near.address, "--master_port", port)
-        endpoint = f"{near.address}:{port}"
+        endpoint = f"{near.name}:{port}"  # by its address, no torchrun knows that it is the one to serve
         rendezvous = ("--rdzv_backend", "c10d", "--rdzv_id", "a", "--rdzv_endpoint", endpoint)
         return _torchrun((near, far), checkout, *rendezvous, "--max_restarts", 1)
 
@@ -155,6 +180,25 @@ def test_two_hosts_go_on_after_a_rank_of_one_is_killed(way, checkout, straight):
     assert set(codes) == {0} and output.count("error: rank 1 died") == 1
     assert way != "hostfile.sh" or "hb: 1 slots, GPUs: none" in output
     _equal(checkout / "run", straight(2))
+
+
+@pytest.mark.parametrize("victim", ["launch.py", "ssh's other end", "runner"])
+def test_two_hosts_end_with_a_launcher_that_is_killed(victim, checkout):
+    """SIGKILL to the far launch.py, to the far sshd's session, or to the near runner: no rank trains on."""
+    with two_hosts(checkout) as (near, far):
+        job = near.start(["sh", checkout / "launch/hostfile.sh"], checkout / "output")
+        _wait_for_losses(checkout / "run", [job])
+        found = {"launch.py": far.processes("deepspeed.launcher.launch"), "ssh's other end": far.processes("sshd: ")}
+        victims = found.get(victim) or [psutil.Process(job.pid)]
+        for process in victims:
+            process.kill()
+        left, end = [job], time.monotonic() + MOST_SECONDS
+        while left and time.monotonic() < end:
+            time.sleep(0.2)
+            left = [process for host in (near, far) for process in host.processes("train.py")]
+        output = (checkout / "output").read_text()
+        assert not left, output
+        assert job.wait(MOST_SECONDS) and not (checkout / "run/lock").exists(), output
 
 
 MOST_SECONDS = 60.0
