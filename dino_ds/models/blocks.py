@@ -49,9 +49,18 @@ class Block(nn.Module):
         if isinstance(drop, list):
             return self._forward_kept(x, drop, selection, tables)
         first, second = (None, None) if drop is None else drop
-        branch = self.attn(self.norm1(x), packing, selection, tables)
-        x = self.add1(_selected(x, selection), branch, first)
-        return self.add2(x, self.mlp(self.norm2(x)), second)
+        branch, x = self.attn(self.norm1(x), packing, selection, tables), _selected(x, selection)
+        if drop is None and isinstance(self.norm2, BlockNorm) and self.norm2.fuses(branch):
+            x, normed = self.norm2.of_sum(x, branch, self.gamma1)
+        else:
+            x = self.add1(x, branch, first)
+            normed = self.norm2(x)
+        return self.add2(x, self.mlp(normed), second)
+
+    @property
+    def gamma1(self) -> Tensor | None:
+        """The scale of the attention's branch; read only where no other rank has a part of it."""
+        return self.ls1.gamma if isinstance(self.ls1, LayerScale) else None
 
     def _forward_kept(
         self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
@@ -126,6 +135,10 @@ class RotaryBlock(Block):
         for gamma in (self.gamma_1, self.gamma_2):
             if gamma is not None:
                 nn.init.constant_(gamma, self._layer_scale)
+
+    @property
+    def gamma1(self) -> Tensor | None:
+        return self.gamma_1
 
     def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
         return add_branch(x, branch, self.gamma_1, drop)
@@ -202,19 +215,38 @@ def norm_layer(arch: ViTSpec, layer_norm: type[nn.LayerNorm] = nn.LayerNorm) -> 
 
 
 class BlockNorm(nn.LayerNorm):
-    """LayerNorm that a teacher on a GPU computes in one kernel with the cast of its FP32 result to autocast's dtype."""
+    """LayerNorm that a teacher on a GPU computes in one kernel with the sum that it normalizes and the cast of its FP32
+    result to autocast's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or not fuses_in_block(x):
+        if not self.fuses(x):
             return super().forward(x)
-        normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(kind))
+        normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type))
         return normed
+
+    def fuses(self, x: Tensor) -> bool:
+        low = torch.is_autocast_enabled(x.device.type)
+        return low and not torch.is_grad_enabled() and fuses_in_block(x)
+
+    def of_sum(self, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x plus the branch, times gamma if given, and its norm."""
+        found: tuple[Tensor, Tensor] = _summed_and_normed(
+            x, branch, gamma, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type)
+        )
+        return found
 
 
 @fused(kernels=1, x=2)
 def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(dtype)
+
+
+@fused(kernels=1, x=2, branch=2)
+def _summed_and_normed(
+    x: Tensor, branch: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    x = x + (branch if gamma is None else branch * gamma)
+    return x, F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(dtype)
 
 
 class Mlp(nn.Module):

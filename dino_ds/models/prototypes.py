@@ -23,7 +23,7 @@ from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.fused import fused, fuses, log_sum_exp
 
 # Bytes of the logits in one tile; "fused": on a GPU by functions that need no further scratch.
-_TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 256 * 2**20}
+_TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 512 * 2**20}
 # Bytes of a tile that are processed at a time, by all passes: what a CPU's caches hold. A GPU processes whole tiles.
 _PART = {"cpu": 2**20}
 # Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.

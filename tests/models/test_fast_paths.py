@@ -158,6 +158,20 @@ def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch
     assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 
+@pytest.mark.parametrize("arch", ["learned", "rotary", "plain"])
+def test_a_teachers_sums_and_norms_are_one_function(arch):
+    """bf16: the plain operators round the branches, too."""
+    named, seen = nn.Sequential(_model(arch).float()), []
+    fuse_as_in_training(named)
+    crops = {name: [crop.float() for crop in group] for name, group in _crops().items()}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        plain = named(crops)[CLS]
+        with rehearsal("cuda"), listen_to_kernels(lambda kernels, _: nullcontext(seen.append(kernels))):
+            fused = named(crops)[CLS]
+    assert len(seen) >= 4
+    torch.testing.assert_close(fused, plain, rtol=0.03, atol=0.03)
+
+
 def test_frozen_scales_are_fused_too():
     found = []
     for context in (nullcontext(), _kernels_of_a_gpu()):
