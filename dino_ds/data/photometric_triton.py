@@ -55,9 +55,9 @@ def sum_gray(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, 
     for slot in tl.static_range(_SLOTS):
         contrast += tl.abs(tl.load(row + 4 * slot + 2))
     if contrast != 0:
-        place = chunk * BLOCK + tl.arange(0, BLOCK)
-        inside = place < pixels
-        source = crops + (crop.to(tl.int64) * pixels + place) * CHANNELS
+        pixel = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = pixel < pixels
+        source = crops + (crop.to(tl.int64) * pixels + pixel) * CHANNELS
         if CHANNELS == 3:
             r, g, b = _load_rgb(source, inside, scale)
             r, g, b = _jitter_rgb(r, g, b, row, 0.0, True)
@@ -82,13 +82,13 @@ def color(  # type: ignore[no-untyped-def]
     row, pixels = table + crop * _COLUMNS, height * width
     parts = tl.arange(0, CHUNKS)
     mean = tl.sum(tl.load(sums + crop * chunks + parts, mask=parts < chunks, other=0.0), 0) / pixels
-    place = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = place < pixels
-    x = place % width
+    pixel = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = pixel < pixels
+    x = pixel % width
     from_x = tl.where(tl.load(row + _FLIP) != 0, width - 1 - x, x)
     first = crop.to(tl.int64) * pixels * CHANNELS
-    source = crops + first + (place - x + from_x) * CHANNELS
-    target = out + first + place
+    source = crops + first + (pixel - x + from_x) * CHANNELS
+    target = out + first + pixel
     if CHANNELS == 3:
         r, g, b = _load_rgb(source, inside, scale)
         r, g, b = _jitter_rgb(r, g, b, row, mean, False)
@@ -122,12 +122,12 @@ def blur(  # type: ignore[no-untyped-def]
     row, pixels = table + crop * _COLUMNS, height * width
     sigma = tl.load(row + _SIGMA)
     if sigma != 0:
-        place = chunk * BLOCK + tl.arange(0, BLOCK)
-        inside = place < pixels
+        pixel = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = pixel < pixels
         first = (crop.to(tl.int64) * tl.num_programs(2) + channel) * pixels
-        x = place % width
+        x = pixel % width
         if DOWN:
-            at, size, stride = place // width, height, width
+            at, size, stride = pixel // width, height, width
         else:
             at, size, stride = x, width, 1
         value, weights = tl.full((BLOCK,), 0.0, tl.float32), 0.0
@@ -138,13 +138,13 @@ def blur(  # type: ignore[no-untyped-def]
             weight = tl.where(reaches, tl.exp(-0.5 * ratio * ratio), 0.0)
             other = tl.abs(at + offset)
             other = tl.where(reaches, tl.where(other < size, other, 2 * (size - 1) - other), at)
-            there = source + first + place + (other - at) * stride
+            there = source + first + pixel + (other - at) * stride
             value += weight * tl.load(there, mask=inside, other=0.0)
             weights += weight
         value = value / weights
         if DOWN:
             value = _finish(value, row, normalize, channel, tl.num_programs(2))
-        tl.store(target + first + place, value, mask=inside)
+        tl.store(target + first + pixel, value, mask=inside)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ class RemoteCache:
                 parts = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".part")]
                 entries = [entry for entry in parts if entry.is_file()]
                 used = {entry: 512 * entry.stat().st_blocks for entry in entries}
-                total, ahead = sum(used.values()), needed - sum(used[one] for one in entries if one.name in ours)
+                total, ahead = sum(used.values()), needed - sum(used[entry] for entry in entries if entry.name in ours)
                 for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
                     if entry.name not in ours and total + max(ahead, 0) > self.size:
                         os.unlink(entry)
@@ -85,8 +85,8 @@ class RemoteCache:
                 counter.truncate(0)
                 counter.write(total.to_bytes(8, "little"))
         except OSError as error:
-            what = f"data.remote_cache_gib: nothing can be kept in {self.folder} ({error.strerror})"
-            raise ConfigError(f"{what}: set DINO_DS_CACHE to a folder with room") from None
+            problem = f"data.remote_cache_gib: nothing can be kept in {self.folder} ({error.strerror})"
+            raise ConfigError(f"{problem}: set DINO_DS_CACHE to a folder with room") from None
 
     def get(self, piece: FilePiece) -> bytes | None:
         with suppress(OSError, struct.error):
@@ -272,12 +272,13 @@ def remote_with_room(
             f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {len(untagged)} of "
             f"{len(urls)} files: changes of equal size can't be noticed there, and nothing is kept for other runs"
         )
-    what = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
+    images = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
     if not gib:
-        return Remote(), [*notes, f"{what} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
+        return Remote(), [*notes, f"{images} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
     cache = RemoteCache(int(gib * 2**30))
     cache.make_room([FilePiece(url, *state) for url, state in zip(urls, states, strict=True)], needed)
-    return Remote(cache), [*notes, f"{what}: {min(1, cache.size / max(needed, 1)):.0%} of them stay in {cache.folder}"]
+    notes.append(f"{images}: {min(1, cache.size / max(needed, 1)):.0%} of them stay in {cache.folder}")
+    return Remote(cache), notes
 
 
 def _together(pieces: list[FilePiece]) -> list[list[FilePiece]]:
@@ -299,12 +300,12 @@ async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: flo
         return {last: (await retried(url, lambda: get(url), seconds))[0]}
     with suppress(FileNotFoundError):
         data, state = await retried(url, lambda: get(url, first, last.begin + last.length), seconds)
-        found = {piece: data[piece.begin - first :][: piece.length] for piece in group}
-        if all(piece.fits(part, state) for piece, part in found.items()):
+        parts = {piece: data[piece.begin - first :][: piece.length] for piece in group}
+        if all(piece.fits(part, state) for piece, part in parts.items()):
             if cache and tag:
-                for piece, part in found.items():
+                for piece, part in parts.items():
                     cache.put(piece, part)
-            return found
+            return parts
     listed = "when its images were listed: put it back" if checksum < 0 else "index.jsonl says: copy that there again"
     raise DataError(f"{printable(url)} is gone or is another file than {listed}, or start anew")
 

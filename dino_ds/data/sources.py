@@ -75,7 +75,7 @@ class ImageSet:
         chosen = heapq.nsmallest(_SAMPLE, hashes())
         sizes = {value: _size(source, index) for value, index in chosen}
         joined = source.joined if isinstance(source, Joined) else ()
-        parts = {place: ImageSet.of(part, None) for place, part in joined}
+        parts = {path: ImageSet.of(part, None) for path, part in joined}
         draws = draws_in(source)
         groups = "" if draws is None else draws.digest
         contents = _contents(source, chosen[:_READ])

@@ -57,7 +57,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-class _Place(NamedTuple):
+class _SavedPiece(NamedTuple):
     """Elements [start, stop) of a parameter lie from `offset` on in the flat tensors `flat` of `rank`."""
 
     start: int
@@ -84,7 +84,7 @@ class SavedParameters:
 
     def __init__(self, saved: SavedState) -> None:
         self._read = saved.read
-        self._places: dict[str, list[_Place]] = {}
+        self._pieces: dict[str, list[_SavedPiece]] = {}
         self._steps: dict[str, int] = {}
         self.kinds: dict[str, str] = {}
         try:
@@ -99,8 +99,8 @@ class SavedParameters:
                     MOMENTS[kind]  # raises KeyError for an unknown kind
                     for name, start, stop, offset in flat["pieces"]:
                         self.kinds[name] = kind
-                        place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
-                        self._places.setdefault(name, []).append(place)
+                        piece = _SavedPiece(int(start), int(stop), rank, flat["name"], int(offset))
+                        self._pieces.setdefault(name, []).append(piece)
                         if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:
                             raise CheckpointError(f"the checkpoint has two step counts for {name}: it is damaged")
             self._check_whole()
@@ -108,12 +108,12 @@ class SavedParameters:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
 
     def _check_whole(self) -> None:
-        for name in dict.fromkeys([*self.shapes, *self._places]):
-            places = sorted(self._places.setdefault(name, []))
-            ends = [0, *(place.stop for place in places)]
-            if [place.start for place in places] != ends[:-1] or ends[-1] != math.prod(self.shapes[name]):
+        for name in dict.fromkeys([*self.shapes, *self._pieces]):
+            pieces = sorted(self._pieces.setdefault(name, []))
+            ends = [0, *(piece.stop for piece in pieces)]
+            if [piece.start for piece in pieces] != ends[:-1] or ends[-1] != math.prod(self.shapes[name]):
                 raise CheckpointError(f"the checkpoint does not hold every element of {name} once: it is damaged")
-            self._places[name] = places
+            self._pieces[name] = pieces
 
     def check_fits(self, shapes: Shapes) -> None:
         """Raises CheckpointError unless the network's parameters have these names and `shapes`."""
@@ -145,12 +145,12 @@ class SavedParameters:
 
     def read(self, kind: str, parameter: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Elements [start, stop) of a parameter's MASTER or one of its moments, as (first element, values) in order."""
-        for place in self._places[parameter]:
-            first, last = max(start, place.start), min(stop, place.stop)
+        for piece in self._pieces[parameter]:
+            first, last = max(start, piece.start), min(stop, piece.stop)
             for begin in range(first, last, _READ_ELEMENTS):
                 end = min(begin + _READ_ELEMENTS, last)
-                offset = place.offset + begin - place.start
-                yield begin, self._read(place.rank, f"{place.flat}.{kind}", offset, offset + end - begin)
+                offset = piece.offset + begin - piece.start
+                yield begin, self._read(piece.rank, f"{piece.flat}.{kind}", offset, offset + end - begin)
 
 
 def even_shares(shapes: Shapes, rank: int, ranks: int) -> list[Piece]:

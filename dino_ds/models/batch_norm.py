@@ -201,8 +201,8 @@ def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
     for name, module in network.named_modules():
         if isinstance(module, BatchNorm):
             continue
-        if own := _own_class(type(module)):
-            module.__class__ = own
+        if synced_class := _own_class(type(module)):
+            module.__class__ = synced_class
             module.synced = synced
             if module.momentum is None:
                 raise ConfigError(f"{name} averages its statistics over all batches: give its momentum a number")

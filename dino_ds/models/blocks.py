@@ -133,8 +133,8 @@ class BlockNorm(nn.LayerNorm):
         kind = x.device.type
         if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or not fuses_in_block(x):
             return super().forward(x)
-        found: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(kind))
-        return found
+        normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(kind))
+        return normed
 
 
 @fused(kernels=1, x=2)

@@ -141,8 +141,8 @@ class ForeignBackbone(Backbone):
         wanted = self.options.channels_last
         if images.is_cuda if wanted is None else wanted:
             images = images.contiguous(memory_format=torch.channels_last)
-        found: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
-        return found
+        features: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
+        return features
 
 
 class KeyedDropPath(nn.Module):

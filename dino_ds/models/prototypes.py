@@ -457,8 +457,8 @@ class DinoHead(nn.Module):
 
     def forward(self, features: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
         """features (n, width) -> logits, or the loss of the comparison."""
-        found: Logits | Compared = self.prototypes(self.mlp(features), comparison)
-        return found
+        output: Logits | Compared = self.prototypes(self.mlp(features), comparison)
+        return output
 
 
 class RegressionHead(nn.Linear):

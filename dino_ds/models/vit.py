@@ -80,7 +80,7 @@ class VisionTransformer(Backbone):
         if self.rope is not None:
             grids = [self._grid(batch.images) for batch in batches]
             tables = self.rope.of(grids, batches[0].images.device, step_key)
-            batches = [replace(batch, tables=own) for batch, own in zip(batches, tables, strict=True)]
+            batches = [replace(batch, tables=table) for batch, table in zip(batches, tables, strict=True)]
         draws = None
         if drop_keys is not None and self.options.drop_path > 0:
             draws = drop_path_draws(drop_keys, sum(len(group) for group in crops.values()), self.arch.depth)
@@ -88,8 +88,8 @@ class VisionTransformer(Backbone):
             tokens = self._features(batches, draws)
         else:
             sizes = [len(batch.images) for batch in batches]
-            cut = [None] * len(runs) if draws is None else draws.split(sizes, dim=-1)
-            tokens = torch.cat([self._features([batch], own) for batch, own in zip(batches, cut, strict=True)])
+            parts = [None] * len(runs) if draws is None else draws.split(sizes, dim=-1)
+            tokens = torch.cat([self._features([batch], part) for batch, part in zip(batches, parts, strict=True)])
         if not patches:
             return {CLS: tokens}
         kept = {name: batch.kept for names, batch in zip(runs, batches, strict=True) for name in names}
@@ -203,11 +203,11 @@ class VisionTransformer(Backbone):
         if self.options.stochastic_depth == "batched":
             return kept_sequences(draws, rates, packing, selection, self._made)
         scales = drop_path_scales(draws, rates).to(dtype).unsqueeze(-1)
-        own, last = (
-            self._made.of(("sequences", one.groups, draws.device), one.sequence_of_token)
-            for one in (packing, packing if selection is None else selection.packing)
+        sequences, last = (
+            self._made.of(("sequences", packed.groups, draws.device), packed.sequence_of_token)
+            for packed in (packing, packing if selection is None else selection.packing)
         )
-        blocks = [*scales[:, :, own]]
+        blocks = [*scales[:, :, sequences]]
         return blocks if selection is None else [*blocks[:-1], scales[-1][:, last]]
 
     def _embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -268,8 +268,8 @@ def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping
     rows = [sum(len(crop) for crop in group) for group in crops.values()]
     parts = tokens.split([b * kept[name] for b, name in zip(rows, crops, strict=True)])
     features, cls = {}, []
-    for name, b, own in zip(crops, rows, parts, strict=True):
-        first, others = own.unflatten(0, (b, kept[name])).split([1, kept[name] - 1], dim=1)
+    for name, b, part in zip(crops, rows, parts, strict=True):
+        first, others = part.unflatten(0, (b, kept[name])).split([1, kept[name] - 1], dim=1)
         cls.append(first.squeeze(1))
         if name in patches:
             features[patches_of(name)] = others

@@ -118,7 +118,7 @@ RECOMMENDED = "the recommended config"
 SMALL = "small"
 """The recipe for few or small images, which takes the least memory of those that learn well."""
 _ENOUGH = 8
-"""Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
+"""Least micro-batch with which a shape that fits is taken; recomputation is tried if it allows a larger one."""
 _FP16 = {
     "enabled": True,
     "loss_scale": 0,
@@ -202,8 +202,8 @@ def recommend(
 
     make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
     """
-    if found := _search(recipe, cluster, limit_gib, shapes, make_ds):
-        return found
+    if recommendation := _search(recipe, cluster, limit_gib, shapes, make_ds):
+        return recommendation
     changes = _changes_for_offloading(recipe)
     options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
     offloading = f"{options}, which allows offloading, " if changes else ""
@@ -219,8 +219,8 @@ def recommend(
 
 
 def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
-    """Values of the optimizer that allow offloading, which clips by one norm and steps on the host, where LARS and Muon
-    can't communicate; {} if it is allowed."""
+    """Changes of the optimizer that allow offloading; {} if it is allowed. An offloaded optimizer clips by one norm,
+    and steps on the host, where LARS and Muon can't communicate."""
     changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}
     return changes | ({"kind": "adamw"} if recipe.optimizer.kind in COMMUNICATES_IN_STEP else {})
 
@@ -252,9 +252,9 @@ def _search(
     for shape in allowed:
         fit, recomputed = largest(shape), dataclasses.replace(shape, checkpointing=True)
         if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, sizes[0]):
-            other = largest(recomputed)
-            if other and other.config.micro_batch > fit.config.micro_batch:
-                shape, fit = recomputed, other
+            larger = largest(recomputed)
+            if larger and larger.config.micro_batch > fit.config.micro_batch:
+                shape, fit = recomputed, larger
         if fit:
             ds = make_ds(shape, cluster.gpu.bf16)
             return Recommendation(with_batch(ds, fit.config.micro_batch, "auto"), shape, fit)

@@ -134,9 +134,9 @@ def timm_config(model: Backbone) -> dict[str, Any]:
     spec = model.network.spec
     known = timm_model(model, _like_timm(model.vit.arch) if model.is_vit else None)
     if known is None:
-        what = "with these norms or rotary positions" if model.is_vit else "is a class of your own"
+        reason = "with these norms or rotary positions" if model.is_vit else "is a class of your own"
         raise ConfigError(
-            f"{spec.title} {what}, which neither timm nor transformers can build: take --format safetensors"
+            f"{spec.title} {reason}, which neither timm nor transformers can build: take --format safetensors"
         )
     # transformers hands them to timm.create_model, which drops None; from a folder timm would not.
     name, arguments = known[0], {key: value for key, value in known[1].items() if value is not None}

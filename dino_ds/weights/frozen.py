@@ -159,9 +159,9 @@ def stated_images(recipe: Recipe) -> Stated:
     for by, read in reads.items():
         with naming(by):
             weights = read()
-            theirs = stated_normalization(weights.about, channels_of(weights))
-            if theirs is not None:
-                return Stated(by, theirs.for_channels(model.in_chans), range_of(weights.about))
+            stated = stated_normalization(weights.about, channels_of(weights))
+            if stated is not None:
+                return Stated(by, stated.for_channels(model.in_chans), range_of(weights.about))
     return Stated()
 
 

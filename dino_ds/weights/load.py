@@ -122,18 +122,18 @@ def _usual_heads(width: int, depth: int) -> int:
 
 
 def fit_tensors(
-    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
+    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lacking: str, unlike: str
 ) -> dict[str, Tensor]:
     """`tensors`, which must have the names and shapes of `shapes`; a position embedding of another size is resized.
 
-    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
-    shapes.
+    Raises CheckpointError. Its text begins with `lacking`, such as "the weights lack", where tensors are missing, and
+    with `unlike`, such as "the weights are", for unknown names and other shapes.
     """
     missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
-        raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")
+        raise CheckpointError(f"{lacking} {len(missing)} of {len(shapes)} tensors: {few(missing)}")
     if surplus:
-        raise CheckpointError(f"{are} of another architecture: {len(surplus)} tensors too many, {few(surplus)}")
+        raise CheckpointError(f"{unlike} of another architecture: {len(surplus)} tensors too many, {few(surplus)}")
     fitting = {
         name: _fitted(tensors[name], shape, interpolation) if name.endswith("pos_embed") else tensors[name]
         for name, shape in shapes.items()
@@ -144,7 +144,7 @@ def fit_tensors(
         if tuple(t.shape) != shapes[name]
     ]
     if wrong:
-        raise CheckpointError(f"{are} of another architecture: {len(wrong)} tensors, first {min(wrong)}")
+        raise CheckpointError(f"{unlike} of another architecture: {len(wrong)} tensors, first {min(wrong)}")
     return fitting
 
 
@@ -195,11 +195,11 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     arch, size = architecture_of(weights.backbone, stated or heads)
     notes = []
     if not stated and heads is None:
-        notes = [f"no file says its attention heads: taken for {arch.heads}, usual for this width and depth"]
+        notes = [f"no file says how many attention heads it has: {arch.heads} are assumed, usual for this size"]
     if arch.rope is not None:
         arch, size = _with_facts(arch, about)
         if "image_size" not in about:
-            notes.append(f"no file says the size of its images: taken for {size} pixels")
+            notes.append(f"no file says the size of its images: {size} pixels are assumed")
     eps = about.get("layer_norm_eps", arch.norm_eps)
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise CheckpointError(f"config.json: layer_norm_eps {str(eps)[:20]} is not a number above 0 and below 1")
@@ -399,7 +399,7 @@ def load(
     backbone: str | None = None,
     kind: type[Backbone] = Backbone,
 ) -> Backbone:
-    """A Backbone, of the class `kind`, of what `dino_ds.load` reads, which says what the other arguments are."""
+    """Load a Backbone, of the class `kind`; `dino_ds.load` describes the other arguments."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
@@ -435,10 +435,10 @@ def _asked(name: str) -> ForeignSpec:
 
 def _filled(description: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
     """Build the network with these tensors. Raises CheckpointError if they do not fit, before it takes memory."""
-    how = description.spec, description.image_size, BackboneOptions(pos_embed_interpolation=description.interpolation)
-    fitting = fit_tensors(
-        tensors, tensor_shapes(*how), description.interpolation, "the weights lack", "the weights are"
-    )
-    network = build_backbone(*how)
+    options = BackboneOptions(pos_embed_interpolation=description.interpolation)
+    arguments = description.spec, description.image_size, options
+    shapes = tensor_shapes(*arguments)
+    fitting = fit_tensors(tensors, shapes, description.interpolation, "the weights lack", "the weights are")
+    network = build_backbone(*arguments)
     network.load_state_dict(fitting)
     return network

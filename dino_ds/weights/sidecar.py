@@ -103,10 +103,10 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
     return low, high
 
 
-def notes_on_range(theirs: ValueRange | None, ours: ValueRange | None) -> list[str]:
+def notes_on_range(trained_on: ValueRange | None, current: ValueRange | None) -> list[str]:
     """A note where weights were trained on another range of values than this run's."""
-    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
-    return [] if theirs == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (trained_on, current))
+    return [] if trained_on == current else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 
 
 def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -37,8 +37,8 @@ class BackboneSpec:
 
     @property
     def obeys(self) -> frozenset[str]:
-        own: Any = self  # a dataclass
-        return frozenset(field.name for field in fields(own))
+        spec: Any = self  # a dataclass
+        return frozenset(field.name for field in fields(spec))
 
     @property
     def title(self) -> str:
