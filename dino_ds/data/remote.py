@@ -272,7 +272,7 @@ def remote_with_room(
             f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {len(untagged)} of "
             f"{len(urls)} files: changes of equal size can't be noticed there, and nothing is kept for other runs"
         )
-    images = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
+    images = f"{needed / 2**20:,.0f} MiB of images are remote"
     if not gib:
         return Remote(), [*notes, f"{images} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
     cache = RemoteCache(int(gib * 2**30))
