@@ -47,8 +47,8 @@ def run(options: ExportOptions) -> Result:
         crop_pct = timm_config(backbone)["pretrained_cfg"]["crop_pct"]
         bound, other_crop_pct = ("more than", 0.875) if crop_pct == 1 else ("at most", 1)
         notes.append(
-            f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does; where the shorter "
-            f"side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
+            f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does; where the "
+            f"shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
         )
         if backbone.value_range is not None:
             notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")
