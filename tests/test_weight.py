@@ -14,8 +14,8 @@ CEILINGS = {
     "package files": 198,
     "test lines": 34_690,
     "recipe keys": 136,
-    "words of pages": 14_190,
-    "words of notes": 6_190,
+    "words of pages": 14_180,
+    "words of notes": 6_180,
     "variables named by a pronoun": 30,
 }
 
