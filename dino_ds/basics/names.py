@@ -145,11 +145,11 @@ def _timm_name(name: str) -> str | None:
 
 def advise_saved(folder: str) -> str:
     """The remedy for a folder that save_to_disk of Hugging Face's datasets has written; "" for any other folder."""
-    there, names = Path(folder), ("state.json", "dataset_dict.json")
-    is_one, has_splits = (os.path.isfile(there / name) for name in names)
-    if not has_splits and not (is_one and next(there.glob("*.arrow"), None)):
+    saved = Path(folder)
+    has_state, has_splits = (os.path.isfile(saved / name) for name in ("state.json", "dataset_dict.json"))
+    if not has_splits and not (has_state and next(saved.glob("*.arrow"), None)):
         return ""
-    saved = there / "SPLIT" if has_splits else there
+    saved = saved / "SPLIT" if has_splits else saved
     return (
         "was written by save_to_disk of Hugging Face's datasets, whose Arrow files are not read: type python -c "
         f"\"import datasets; datasets.load_from_disk({str(saved)!r}).to_parquet('images.parquet')\", then give "

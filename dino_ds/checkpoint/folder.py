@@ -61,17 +61,17 @@ class Checkpoints:
         steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
             raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
-        wrong: list[str] = []
+        problems: list[str] = []
         for step in steps if wanted is None else [wanted]:
             manifest, problem = self._inspect(step, run_id, accept)
             if manifest is not None:
-                notes = [f"{line}; using step {step}" for line in wrong]
+                notes = [f"{line}; using step {step}" for line in problems]
                 return Choice(SavedCheckpoint(self.folder / step_name(step), manifest), notes)
-            wrong.append(problem)
+            problems.append(problem)
         if wanted is not None:
-            raise CheckpointError(f"{wrong[0]}; found: {_list(steps)}")
-        if wrong:
-            raise CheckpointError(f"{'; '.join(wrong)}; and no older checkpoint exists in {self.folder}")
+            raise CheckpointError(f"{problems[0]}; found: {_list(steps)}")
+        if problems:
+            raise CheckpointError(f"{'; '.join(problems)}; and no older checkpoint exists in {self.folder}")
         return Choice(None, [])
 
     def _inspect(
@@ -88,8 +88,8 @@ class Checkpoints:
                 raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
             manifest = read_manifest(folder)
             if run_id not in (None, manifest.run_id):
-                says = self.folder.parent / "environment.json"
-                raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run than {says} says")
+                file = self.folder.parent / "environment.json"
+                raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run than {file} says")
             check_present(folder, manifest)
         except CheckpointError as error:
             problem = str(error)
@@ -116,11 +116,11 @@ class Checkpoints:
         for path in self.folder.iterdir():
             if path.name.startswith((_WRITING, _REMOVING)) or path.name.endswith(".tmp"):
                 discard(path)
-        later = [other for other in self._steps() if other > step]
-        for other in later:
-            aside = self.folder / (_ASIDE + step_name(other))
+        later = [later_step for later_step in self._steps() if later_step > step]
+        for later_step in later:
+            aside = self.folder / (_ASIDE + step_name(later_step))
             discard(aside)
-            (self.folder / step_name(other)).rename(aside)
+            (self.folder / step_name(later_step)).rename(aside)
         self._point_to(step)
         return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 

@@ -38,11 +38,11 @@ def run(options: ExportOptions) -> Result:
     if eps != 1e-6:
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in timm's networks")
     if options.format == "timm":
-        kept = timm_config(backbone)["pretrained_cfg"]["crop_pct"]
-        where, other = ("more than", 0.875) if kept == 1 else ("at most", 1)
+        crop_pct = timm_config(backbone)["pretrained_cfg"]["crop_pct"]
+        bound, other_crop_pct = ("more than", 0.875) if crop_pct == 1 else ("at most", 1)
         notes.append(
-            f"crop_pct is {kept:g}, by which timm and transformers prepare images as dino_ds does; where the shorter "
-            f"side has {where} {backbone.image_size} pixels, set it to {other}"
+            f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does; where the "
+            f"shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
         )
         if backbone.value_range is not None:
             notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")
@@ -59,9 +59,9 @@ def check(options: ExportOptions) -> None:
 def _check_place(source: Path, format: str, path: Path) -> None:
     exported = [file for file in (source, source / "teacher.safetensors") if file.exists()]
     if path.exists() and any(map(path.samefile, exported)):
-        raise ConfigError(f"{path} is what is to be exported: name another file with --out")
+        raise ConfigError(f"{path} is the file to export: name another file with --out")
     if format != "timm" and path.suffix != f".{format}":
-        raise ConfigError(f"--out {path} does not end in .{format}, by which such a file is known: name it so")
+        raise ConfigError(f"--out {path} does not end in .{format}, as such files must: rename it")
     # An export that was killed leaves a description, and weights under a temporary name.
     is_left_over = not path.exists() and bool(left_over(path))
     for made in (path,) if format != "safetensors" or is_left_over else (path, sidecar_of(path)):

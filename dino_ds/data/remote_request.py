@@ -130,7 +130,7 @@ async def retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, m
                 problem = f"{printable(url)} can't be read, tried {tries} times in {used:.0f} s ({reason})"
                 if final:
                     raise Refusal(problem) from None
-                remedy = "no other image takes its content_range; a run continues with --resume once it can be read"
+                remedy = "no other image takes its place; a run continues with --resume once it can be read"
                 raise DataError(f"{problem}: {remedy}") from None
         await asyncio.sleep(wait)
 

@@ -38,7 +38,7 @@ Results = dict[str, dict[str, Any]]
 class EvalRunner(PeriodicTask):
     """Runs the evaluations `names` every `every` steps, always on the same images: `sources`, train and test.
 
-    `best` tracks the best teacher and `held_out` measures a loss, each is None if the recipe does not ask for it. All
+    `best` tracks the best teacher and `held_out` measures a loss; each is None if the recipe does not ask for it. All
     ranks must construct it. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
     """
 
@@ -74,36 +74,36 @@ class EvalRunner(PeriodicTask):
 
         Every rank must call it. Raises as the constructor does.
         """
-        settings, data = recipe.eval, recipe.data
+        section, data = recipe.eval, recipe.data
         every = evaluated_every(recipe, epoch_steps)
         if every == 0:
             return None
         with distributed.raise_on_all_ranks():
             held_out, test = held_out_images(recipe, train), _test_images(recipe, train)
-        how = Settings(
-            ks=(settings.k,),
-            images=settings.bank_images,
-            test_images=settings.test_images,
+        settings = Settings(
+            ks=(section.k,),
+            images=section.bank_images,
+            test_images=section.test_images,
             workers=data.workers,
             value_range=data.known_range,
-            benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
+            benchmark_root=Path(section.benchmark_root).expanduser() if section.benchmark_root else None,
         )
-        names, problem = _evaluations(recipe, train, test, how)
-        best = Best.from_recipe(settings, names)
+        names, problem = _evaluations(recipe, train, test, settings)
+        best = Best.from_recipe(section, names)
         if not names and held_out is None:
             return None
-        runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalization.of(recipe))
+        runner = cls(names, every, (train, test), settings, recipe.crops.global_size, Normalization.of(recipe))
         runner.best = best
         if recipe.model.init_from is not None or recipe.stage_start is not None:
             runner.knn.began_as = "start"
         runner.held_out = None if held_out is None else HeldOutLoss(recipe, held_out)
         if best is not None:
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
-        unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
-        runner._notes += [unread] * (settings.root is not None and not data.own_files)
+        unread = f"eval.root {section.root} is not read: data.source {data.source} has its own test images"
+        runner._notes += [unread] * (section.root is not None and not data.own_files)
         runner.knn.shared, shared = note_on_shared(names, train, test, "eval.root")
         runner._notes += [*problem, *runner.knn.notes(), *shared]
-        if settings.val_root:
+        if section.val_root:
             runner._notes += note_on_shared([VAL_LOSS], train, held_out, "eval.val_root", "held-out")[1]
         return runner
 
@@ -118,16 +118,16 @@ class EvalRunner(PeriodicTask):
             self.knn.images = len(context.test_indices)
 
     def _find_basis(self) -> str:
-        how, digest = self._settings, ""
+        settings, digest = self._settings, ""
         if distributed.rank() == 0:
-            limits = how.images, how.test_images or how.images
+            limits = settings.images, settings.test_images or settings.images
             of_images = [
                 digest_of(source, images_in_use(source, limit))
                 for source, limit in zip(self._sources, limits, strict=True)
                 if source is not None
             ]
-            of_all = [how.ks, how.temperature, how.value_range, self._size, self._normalization, *of_images]
-            digest = hashlib.blake2b(repr(of_all).encode(), digest_size=16).hexdigest()
+            values = settings.ks, settings.temperature, settings.value_range, self._size, self._normalization
+            digest = hashlib.blake2b(repr([*values, *of_images]).encode(), digest_size=16).hexdigest()
         return distributed.gather_objects(digest)[0]
 
     def due(self, step: int, last: bool) -> bool:
@@ -277,7 +277,7 @@ def _test_images(recipe: Recipe, train: Source) -> Source | None:
 
 
 def _evaluations(
-    recipe: Recipe, train: Source, test: Source | None, how: Settings
+    recipe: Recipe, train: Source, test: Source | None, settings: Settings
 ) -> tuple[tuple[str, ...], list[str]]:
     """The names of a run's evaluations, and a note if eval.evals "auto" asks for k-NN on held-out images, which is not
     possible."""
@@ -286,7 +286,7 @@ def _evaluations(
         return () if section.evals == "auto" else section.evals, []
     if recipe.data.own_files and section.root is None:
         try:
-            preflight_eval("knn", how, lambda: (train, test))
+            preflight_eval("knn", settings, lambda: (train, test))
         except DataError as error:
             return (), [f"no k-NN on the held-out images: {with_recipe_keys('knn', error)}"]
     return ("knn",), []

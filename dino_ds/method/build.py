@@ -153,7 +153,7 @@ def check_names(terms: Mapping[str, Term]) -> None:
                 if key in taken:
                     raise ConfigError(
                         f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost: give it "
-                        f"another name, such as {name}_{key}, which may be made of its spec's name"
+                        f"another name, such as {name}_{key} (the name of the term's spec, and {key})"
                     )
                 taken[key] = f"term {name}'s"
 

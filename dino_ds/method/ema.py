@@ -139,13 +139,13 @@ class EmaTeacher(Teacher):
 
     def _move_statistics(self, student: Mapping[str, Tensor], weight: float) -> None:
         """Average BatchNorm's statistics as the weights, but faster at first."""
-        counts = [name for name, own in self._statistics.items() if not own.is_floating_point()]
+        counts = [name for name, tensor in self._statistics.items() if not tensor.is_floating_point()]
         torch._foreach_copy_([self._statistics[name] for name in counts], [student[name] for name in counts])
-        own = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
+        averages = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
         passes = self._statistics[counts[0]].float()
-        steps = torch._foreach_sub([student[name] for name in self._statistics if name not in counts], own)
+        steps = torch._foreach_sub([student[name] for name in self._statistics if name not in counts], averages)
         torch._foreach_mul_(steps, (1 / (_STATISTICS_SPAN * passes)).clamp(weight, 1.0))
-        torch._foreach_add_(own, steps)
+        torch._foreach_add_(averages, steps)
 
     def moving_buffers(self) -> dict[str, Tensor]:
         return self._statistics if self._rule == "reference" else {}

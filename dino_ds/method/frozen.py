@@ -47,17 +47,17 @@ class FrozenTeacher(Teacher):
 
     Args:
         about: source and digest of its tensors, as in a checkpoint's manifest.
-        theirs: normalization of the images that it was trained on.
+        stated: normalization of the images that it was trained on.
         ours: normalization of this run's images.
     """
 
     def __init__(
-        self, network: Network, dtype: torch.dtype, about: dict[str, Any], theirs: Normalization, ours: Normalization
+        self, network: Network, dtype: torch.dtype, about: dict[str, Any], stated: Normalization, ours: Normalization
     ) -> None:
         super().__init__(network, dtype)
         self.about = about
         self.notes: list[str] = []
-        self._change = None if theirs == ours else _between(ours, theirs).to(self._device)
+        self._change = None if stated == ours else _between(ours, stated).to(self._device)
 
     @torch.no_grad()
     def __call__(self, crops: Crops, masks: Masks) -> dict[str, Output]:

@@ -74,9 +74,9 @@ def _others(part: object) -> dict[str, bytes]:
     return pickled
 
 
-def _equal(one: Tensor, other: Tensor | None) -> bool:
-    alike = other is not None and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return alike and torch.equal(one, other)  # type: ignore[arg-type]
+def _equal(a: Tensor, b: Tensor | None) -> bool:
+    alike = b is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return alike and torch.equal(a, b)  # type: ignore[arg-type]
 
 
 def _is_ours(term: Any) -> bool:

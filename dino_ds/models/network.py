@@ -33,7 +33,7 @@ class Network(nn.Module):
     "cls/global"; or the features of a group's hidden patches, such as "masked/global".
 
     Args:
-        heads: by name, with which the names of their parameters begin.
+        heads: modules by name; the names of their parameters begin with it.
         queries: head and input of each output, by the output's name.
         features: names of the features that are outputs themselves.
         freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.

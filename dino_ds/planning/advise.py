@@ -440,20 +440,20 @@ def _continued(facts: Situation) -> Iterator[Row]:
 def _batch(facts: Situation) -> Row:
     why = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 % (arXiv 2104.14294, table 9)"
     if facts.images < 16 * facts.batch:
-        why = f"8 steps an epoch or more, but {_LEAST_BATCH} images: rule of thumb. {why}"
+        why = f"at least 8 steps an epoch and {_LEAST_BATCH} images a step: rule of thumb. {why}"
     return Row("batch", str(facts.batch), why, {"data.global_batch": str(facts.batch)})
 
 
 def _momentum_and_prototypes(images: int, batch: int, steps: int) -> Iterator[Row]:
     ema, outputs = f"{momentum(batch, steps):g}", prototypes(images)
     yield Row("EMA momentum", f"{ema} to 1", _MOMENTA, {"teacher.momentum": ema})
-    why = "16 images or more for each, but 1,024: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536"
+    why = "at least 16 images for each, and 1,024: rule of thumb; LightlyTrain has 1,024 (20,000 images) to 65,536"
     yield Row("prototypes", f"{outputs:,}", why, {"head.prototypes": str(outputs)})
 
 
 def epochs(images: int) -> int:
-    """Return the epochs that show 20 million images in all, but 100 to 2000; from ImageNet's 1.28 million images on,
-    those that show 128 million, but 5 to 100."""
+    """Return the epochs that show 20 million images in all, within 100 and 2000; from ImageNet's 1.28 million images
+    on, those that show 128 million, within 5 and 100."""
     return round(min(max(20e6 / images, 100), MOST_PASSES) if images < 1_280_000 else min(max(128e6 / images, 5), 100))
 
 
@@ -463,7 +463,7 @@ def continued_length(images: int) -> int:
 
 
 def prototypes(images: int) -> int:
-    """Return a power of two, with at least 16 images for each prototype, but 1024 to 65536."""
+    """Return the largest power of two that leaves 16 images for each prototype, within 1024 and 65536."""
     return min(max(2 ** int(math.log2(images / 16)), 1024), 65536)
 
 

@@ -209,8 +209,8 @@ def recommend(
 
 
 def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
-    """Values of the optimizer that allow offloading, which clips by one norm and steps on the host, where LARS and Muon
-    can't communicate; {} if it is allowed."""
+    """Changes of the optimizer that allow offloading; {} if it is allowed. An offloaded optimizer clips by one norm,
+    and steps on the host, where LARS and Muon can't communicate."""
     changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}
     return changes | ({"kind": "adamw"} if recipe.optimizer.kind in COMMUNICATES_IN_STEP else {})
 
@@ -242,9 +242,9 @@ def _search(
     for shape in allowed:
         fit, recomputed = largest(shape), dataclasses.replace(shape, checkpointing=True)
         if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, sizes[0]):
-            other = largest(recomputed)
-            if other and other.config.micro_batch > fit.config.micro_batch:
-                shape, fit = recomputed, other
+            larger = largest(recomputed)
+            if larger and larger.config.micro_batch > fit.config.micro_batch:
+                shape, fit = recomputed, larger
         if fit:
             ds = make_ds(shape, cluster.gpu.bf16)
             return Recommendation(with_batch(ds, fit.config.micro_batch, "auto"), shape, fit)

@@ -22,7 +22,7 @@ from dino_ds.run.run import PeriodicTask, RunState
 FIRST_SAVE_AFTER = 5
 """Steps of this process before its first save, which shows a broken disk early."""
 _OWN = "own."
-"""Beginning of the names of what users' terms keep, in the file of each rank."""
+"""Prefix of the states of users' terms, in the file of each rank."""
 SAVE_SECONDS = 600.0
 """Time between later saves, which a run that dies loses at most."""
 
@@ -31,7 +31,7 @@ SAVE_SECONDS = 600.0
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    Methods that return lines return them for the log. `saving` commits saves.
+    Lines that methods return are for the log. `saving` commits saves.
 
     Attributes:
         description: fields of Manifest that are the same in all checkpoints of this start.
@@ -91,9 +91,9 @@ class Saver:
         state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
-        own = step.objective.own
-        tensors = part.tensors | {f"{_OWN}{name}": tensor for name, tensor in own.moved().items()}
-        lines = own.unsaved() + self.saving.save(tensors, part.layout, self.step.state(), manifest, wait)
+        of_users = step.objective.own
+        tensors = part.tensors | {f"{_OWN}{name}": tensor for name, tensor in of_users.moved().items()}
+        lines = of_users.unsaved() + self.saving.save(tensors, part.layout, self.step.state(), manifest, wait)
         reasons, self._unwritten = self._unwritten, []
         return lines + [f"warning  the best teacher can't be written: {reason}" for reason in reasons]
 

@@ -55,7 +55,7 @@ def other_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: Fore
     backbone, notes = _without_classifier(backbone, spec)
     size = _size(about.get("image_size", USUAL_SIZE))
     if "image_size" not in about:
-        notes.append(f"no file says the size of its images: taken for {size} pixels")
+        notes.append(f"no file says the size of its images: {size} pixels are assumed")
     return Weights("dino or timm", backbone, heads, about, notes, spec=spec, image_size=size)
 
 

@@ -190,7 +190,7 @@ def load(
     backbone: str | None = None,
     kind: type[Backbone] = Backbone,
 ) -> Backbone:
-    """A Backbone, of the class `kind`, of what `dino_ds.load` reads, which says what the other arguments are."""
+    """Load a Backbone, of the class `kind`; `dino_ds.load` describes the other arguments."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
@@ -226,11 +226,11 @@ def _asked(name: str) -> ForeignSpec:
 
 def _filled(description: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
     """Build the network with these tensors. Raises CheckpointError if they do not fit, before it takes memory."""
-    how = description.spec, description.image_size, BackboneOptions(pos_embed_interpolation=description.interpolation)
-    fitting = fit_tensors(
-        tensors, tensor_shapes(*how), description.interpolation, "the weights lack", "the weights are"
-    )
-    network = build_backbone(*how)
+    options = BackboneOptions(pos_embed_interpolation=description.interpolation)
+    arguments = description.spec, description.image_size, options
+    shapes = tensor_shapes(*arguments)
+    fitting = fit_tensors(tensors, shapes, description.interpolation, "the weights lack", "the weights are")
+    network = build_backbone(*arguments)
     network.load_state_dict(fitting)
     return network
 

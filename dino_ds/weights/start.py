@@ -202,7 +202,7 @@ def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weig
         advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(source)
         raise CheckpointError(f"it is of another architecture: it has {', '.join(other)}; {advice}")
     if not description.heads_stated:
-        notes.append(f"no file says its attention heads: {ours.heads} as the model")
+        notes.append(f"no file says how many attention heads it has: {ours.heads} are assumed, as in this model")
     if description.arch.norm_eps != ours.norm_eps:
         notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {description.arch.norm_eps:g} there")
     if ours.rope is None and description.interpolation != model.pos_embed_interpolation:

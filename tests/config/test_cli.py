@@ -338,9 +338,9 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
 def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
     monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
     (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
-    assert line == "--out b does not end in .onnx, by which such a file is known: name it so"
+    assert line == "--out b does not end in .onnx, as such files must: rename it"
     (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
-    assert line == "--out b does not end in .safetensors, by which such a file is known: name it so"
+    assert line == "--out b does not end in .safetensors, as such files must: rename it"
     (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))
     assert line == f"{ROOT} is there already: remove it, or name another with --out"
 

@@ -60,7 +60,7 @@ def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
     assert all(torch.equal(t, network.backbone.get_parameter(name)) for name, t in model.vit.named_parameters())
     kind, heads = "dino_ds", ""
     if of != "a run":
-        kind, heads = "dino or timm", "; no file says its attention heads: 2 as the model"
+        kind, heads = "dino or timm", "; no file says how many attention heads it has: 2 are assumed, as in this model"
         heads += "; no file says the mean and std of its images: ImageNet's, unless data.mean sets others"
     assert network.started_from == f"{source} ({kind}): 30 tensors of the backbone; the head too (7 tensors){heads}"
 

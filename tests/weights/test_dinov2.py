@@ -260,7 +260,7 @@ def test_timm_s_file_gives_timm_s_features(name, tmp_path):
     torch.save(theirs.state_dict(), tmp_path / "a.pth")
     ours = load(tmp_path / "a.pth", heads=spec.heads)
     assert ours.vit.arch == spec and ours.image_size == 224
-    assert "no file says the size of its images: taken for 224 pixels" in ours.notes
+    assert "no file says the size of its images: 224 pixels are assumed" in ours.notes
     with torch.no_grad():
         for size in ((SIZE, SIZE), (96, 48)):
             _same(ours.features(_images(*size)), theirs(_images(*size)))

@@ -36,7 +36,7 @@ CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8,
 OWN = ForeignSpec("tests.weights.own:Own", 4, '{"width": 12}')
 allow_code([OWN.name])
 MEAN = "no file says the mean and std of its images: ImageNet's, unless data.mean sets others"
-SIZE = "no file says the size of its images: taken for 224 pixels"
+SIZE = "no file says the size of its images: 224 pixels are assumed"
 SPECS = {"resnet": RESNET, "convnext": CONVNEXT, "own": OWN}
 HEAD = {"head.prototypes": "24", "head.hidden": "24", "head.bottleneck": "8", "head.batch_norm": "true"}
 

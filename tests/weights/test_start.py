@@ -177,7 +177,7 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
     said = _start(tmp_path / "a.pth", **changes).started_from
     assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; its mask token is left out" in said
-    assert "hides no patches; it has no head" in said and "no file says its attention heads: 2 as the model" in said
+    assert "hides no patches; it has no head" in said and "heads it has: 2 are assumed, as in this model" in said
     assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
 
 

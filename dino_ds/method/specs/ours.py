@@ -1,6 +1,6 @@
 """Specs of dino_ds's own loss terms and teachers: what they need, refuse and log, without torch.
 
-Source of Gram anchoring's: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
+Source of Gram anchoring: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ONE = Ramp(1.0)
 
 @dataclass(frozen=True)
 class CenteringSpec:
-    """How a teacher's logits become targets: by Sinkhorn-Knopp, or by softmax less a running mean, which checkpoints
-    hold as `name`."""
+    """How a teacher's logits become targets: by Sinkhorn-Knopp, or by a softmax after their running mean is subtracted.
+    Checkpoints hold the mean as `name`."""
 
     sinkhorn: bool
     momentum: float
@@ -73,12 +73,12 @@ class DinoSpec(PrototypeSpec):
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
-        how, teacher = recipe.objective, recipe.teacher.taught_by
+        objective, teacher = recipe.objective, recipe.teacher.taught_by
         if regresses_features(recipe):
             return FeatureSpec(name, weight, patches=False)
-        centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "center")
-        head = (HEAD, recipe.head)
-        return DinoSpec(name, weight, head, centering, how.student_temp, teacher, how.dino_local_weight)
+        centering = CenteringSpec(objective.centering == "sinkhorn", objective.center_momentum, "center")
+        head, local_weight = (HEAD, recipe.head), objective.dino_local_weight
+        return DinoSpec(name, weight, head, centering, objective.student_temp, teacher, local_weight)
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class IbotSpec(PrototypeSpec):
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
-        how, teacher = recipe.objective, recipe.teacher.taught_by
+        objective, teacher = recipe.objective, recipe.teacher.taught_by
         if regresses_features(recipe):
             return FeatureSpec(name, weight, patches=True)
-        head = (IBOT_HEAD, recipe.ibot_head) if how.ibot_head == "own" else (HEAD, recipe.head)
-        centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "ibot_center")
-        return IbotSpec(name, weight, head, centering, how.student_temp, teacher)
+        head = (IBOT_HEAD, recipe.ibot_head) if objective.ibot_head == "own" else (HEAD, recipe.head)
+        centering = CenteringSpec(objective.centering == "sinkhorn", objective.center_momentum, "ibot_center")
+        return IbotSpec(name, weight, head, centering, objective.student_temp, teacher)
 
     def problems(self, recipe: RecipeSections) -> list[str]:
         problems = []
@@ -102,7 +102,7 @@ class IbotSpec(PrototypeSpec):
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
         name, head = self.head
         if head.batch_norm:
-            problems.append(f"{name}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
+            problems.append(f"{name}.batch_norm true: a rank may have no masked patches to average: leave it out")
         return problems
 
 
@@ -148,7 +148,7 @@ GRAM = "gram"
 
 @dataclass(frozen=True)
 class GramSpec(TermSpec):
-    """Gram anchoring: similarities of patches stay those of `teacher`, on the global crops or on its own."""
+    """Gram anchoring: similarities of patches stay as `teacher` has them, on global crops or on crops for it alone."""
 
     teacher: str
     begin: Length
@@ -292,6 +292,8 @@ def regresses_features(recipe: RecipeSections) -> bool:
 
 @dataclass(frozen=True)
 class FrozenSpec(TeacherSpec):
+    """The teacher of a distillation, whose weights never change."""
+
     @property
     def of_file(self) -> bool:
         return True
@@ -302,8 +304,8 @@ class FrozenSpec(TeacherSpec):
 
     @staticmethod
     def problems(recipe: RecipeSections) -> list[str]:
-        how = recipe.objective
-        if recipe.teacher.source is not None and not (how.dino_weight or how.ibot_weight):
+        objective = recipe.objective
+        if recipe.teacher.source is not None and not (objective.dino_weight or objective.ibot_weight):
             return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
         return []
 

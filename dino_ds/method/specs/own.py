@@ -129,8 +129,8 @@ def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any
     """Make the dataclass that `spec` is or names, with `values`. Raises ConfigError, one line for each bad value."""
     if isinstance(spec, str):
 
-        def fits(found: object) -> bool:
-            return isinstance(found, type) and issubclass(found, base) and dataclasses.is_dataclass(found)
+        def fits(value: object) -> bool:
+            return isinstance(value, type) and issubclass(value, base) and dataclasses.is_dataclass(value)
 
         spec = find_own(key, spec, f"dataclass that is a {base.__name__}", fits)
     assert isinstance(spec, type)

@@ -75,12 +75,12 @@ class ViTSpec(BackboneSpec):
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
     `layer_scale` is the initial value of LayerScale, None for none. `rope`: rotary positions (DINOv3) instead of
     learned ones, with coordinates normalized by each side ("separate") or the larger or smaller one ("max", "min"), and
-    periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE, is a bias of queries and values; keys have
-    none. `rms_norm` replaces LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training
-    the CLS token of local crops has another one. With `registers` tokens (after the CLS token) the position embedding
-    covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name
-    for, is the timm model that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; weights of other
-    projects may have been trained with another.
+    periods from 1 to `rope_base`, or between the two periods given. `qkv_bias`, with RoPE, is a bias of queries and
+    values; keys have none. `rms_norm` replaces LayerNorm; `cls_norm`: the CLS token has its own final norm;
+    `local_cls_norm`: in training the CLS token of local crops has another one. With `registers` tokens (after the CLS
+    token) the position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`, for
+    a ViT that timm has no name for, is the timm model that becomes this ViT with these numbers. `norm_eps` is
+    LayerNorm's epsilon; weights of other projects may have been trained with another.
     """
 
     told_by_tensors: ClassVar[bool] = True
@@ -171,8 +171,8 @@ class ViTSpec(BackboneSpec):
         return name, arguments | size
 
     def _timm_eva(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """A timm function for DINOv3, all of which fix norms, RoPE and that there is LayerScale, and further arguments;
-        None if those differ."""
+        """The timm function that builds this rotary ViT, and its arguments; None if there is none. timm's functions for
+        DINOv3 fix norms and positions, and have LayerScale."""
         like = VITS.get(name, _DINOV3)
         name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
         fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
