@@ -28,12 +28,12 @@ _LABEL = 13
 
 
 def chart_svg(chart: Chart) -> str:
-    """Draw a chart as an SVG element; "" if no line has a finite value."""
+    """Draw a chart as an SVG element; "" if no line has two finite values."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    if not any(len(line.curve.finite) for line in chart.lines):
+    if all(len(line.curve.finite) < 2 for line in chart.lines):
         return ""
     width, height = (340, 190) if chart.small else (520, 270)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "path.simplify": True}):
@@ -151,7 +151,7 @@ def _environment() -> jinja2.Environment:
 
 
 def draw_chart(chart: Chart) -> str:
-    """Return the HTML of a chart with title and newest values, or "" if no line has a finite value."""
+    """Return the HTML of a chart with title and newest values, or "" if no line has two finite values."""
     svg = chart_svg(chart)
     lines = [line for line in chart.lines if len(line.curve.finite)]
     lost = sum(len(line.curve) - len(line.curve.finite) for line in lines)

@@ -125,7 +125,7 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _charts(metrics: Metrics) -> dict[str, Any]:
     """Draw the charts in the order of the page; curves that never change become text."""
     small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
-    drawn = [series for series in small if not series.curve(metrics).constant]
+    drawn = [s for s in small if len(s.curve(metrics).finite) > 1 and not s.curve(metrics).constant]
     large = {
         "learning": [knn_chart(metrics), loss_chart(metrics)],
         "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
