@@ -228,7 +228,8 @@ def find_others(metrics: Metrics) -> list[str]:
 
 def loss_chart(metrics: Metrics) -> Chart:
     """Chart the loss; for an objective of one term with the entropy of its targets, below which it can't fall."""
-    lines, unit, several = [Line("loss", metrics["loss"])], "", any(key.endswith(_LOSS) for key in metrics.curves)
+    lines, unit = [Line("loss", metrics["loss"])], ""
+    several = any(key.endswith(_LOSS) and key != f"{_HELD_OUT}loss" for key in metrics.curves)
     if len(metrics[_ENTROPY]) and not several:
         lines, unit = [*lines, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
     return Chart("Loss, the weighted sum of all terms" if several else "Loss", unit, lines, {})
@@ -265,7 +266,7 @@ def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
     return {key: value for key, value in knn.items() if math.isfinite(value)}
 
 
-_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
+_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS, _HELD_OUT = "teacher_entropy", "kl", "cross_entropy", "_loss", "val_"
 _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
 """Names of quantities in nats, by the end of their keys."""
 
@@ -276,9 +277,13 @@ def title_of_term(name: str, titles: Mapping[str, str]) -> str:
 
 
 def title_of_scalar(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
-    """Return title and unit of a curve of a loss term."""
+    """Return title and unit of a curve of a loss term, in training or of held-out images."""
+    if key.startswith(_HELD_OUT):
+        title, unit = title_of_scalar(key.removeprefix(_HELD_OUT), titles)
+        return f"{title}, held-out images", unit
     for end, words in _SCALARS.items():
         if key == end or key.endswith(f"_{end}"):
             name = key.removesuffix(end).rstrip("_")
             return f"{title_of_term(name, titles)}: {words}" if name else words[0].upper() + words[1:], "nats"
-    return (title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else key), ""
+    words = key.replace("_", " ")
+    return title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else words[0].upper() + words[1:], ""

@@ -221,7 +221,8 @@ def _incidents(run: RunFiles) -> dict[str, Any]:
     return {
         "header": ("UTC", "", ""),
         "rows": [
-            (event.time, Tag(event.kind, f"incident {LEVELS[event.kind]}"), event.line) for event in events.incidents
+            (each.time, Tag(each.kind, f"incident {LEVELS[each.kind]}"), each.line.removeprefix(each.kind).lstrip())
+            for each in events.incidents
         ],
         "counts": "; ".join(f"{name} {number(count)}" for name, count in events.counts.items()),
         "most": max(events.counts.values(), default=0),

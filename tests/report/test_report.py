@@ -351,12 +351,14 @@ def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
     for i, line in enumerate(lines):
         if "loss" in line:
             parts = {key: value * (1 + i / 100) for key, value in {**own, "toy_kl": 0.5}.items()}
-            lines[i] = {"step": line["step"], "loss": line["loss"], **parts, "lr": line["lr"]}
+            lines[i] = {"step": line["step"], "loss": line["loss"], **parts, "lr": line["lr"], "val_loss": 3.0 + i}
     _write_metrics(folder, *lines)
+    write_events(folder, Event("warning  something"))
     run = read_run(folder)
     page = draw_run(run)
-    titles = "Loss, the weighted sum of all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "spread"
-    for title in titles:
+    assert "warning</span></td><td>something" in page  # the kind once
+    titles = "Loss, the weighted sum of all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "Spread"
+    for title in (*titles, "Loss, held-out images"):
         assert page.count(f"<figcaption><b>{title}</b>") == 1, title
     assert {key for key in summarize(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
 
