@@ -14,9 +14,11 @@ import numpy as np
 
 from dino_ds.basics.files import read_lines
 from dino_ds.config.evaluation import EVALUATIONS
+from dino_ds.config.stages import Origin, read_run_id
+from dino_ds.errors import ConfigError
 from dino_ds.method.specs.base import OF_EVERY_RUN
 
-_PARTS = 400
+_PARTS, _MOST_STAGES = 400, 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Metrics:
     """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
     titles: of the loss terms by name, {} if the run's recipe is unknown. began_with_weights: the recipe says that the
     initial weights were not random. first_step: at which the run began, that of the run before for a stage that goes
-    on."""
+    on. before: curves of the runs that a stage began with, in its steps. marks: steps of resumes and of a stage's
+    begin, by what they are."""
 
     curves: dict[str, Curve]
     lines: int
@@ -75,6 +78,8 @@ class Metrics:
     titles: Mapping[str, str] = field(default_factory=dict)
     began_with_weights: bool = False
     first_step: int = 0
+    before: Mapping[str, Curve] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def images(self) -> Curve:
@@ -148,7 +153,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis, named by `x`. levels: horizontal lines by name. zero: 0 is on the y axis."""
+    """Curves over one x axis, named by `x`. levels: horizontal lines by name; marks: vertical ones. zero: 0 is on the y
+    axis."""
 
     title: str
     unit: str
@@ -157,6 +163,7 @@ class Chart:
     zero: bool = False
     small: bool = False
     x: str = "steps"
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -232,14 +239,41 @@ def loss_chart(metrics: Metrics) -> Chart:
     several = any(key.endswith(_LOSS) and key != f"{_HELD_OUT}loss" for key in metrics.curves)
     if len(metrics[_ENTROPY]) and not several:
         lines, unit = [*lines, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
-    return Chart("Loss, the weighted sum of all terms" if several else "Loss", unit, lines, {})
+    title = "Loss, the weighted sum of all terms" if several else "Loss"
+    return Chart(title, unit, [*lines, *_before(metrics, "loss", "line")], {}, marks=metrics.marks)
 
 
 def knn_chart(metrics: Metrics) -> Chart:
     knn = summarize_knn(metrics) or {}
     levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
     at = f" at step {knn['step']:,}" if knn else ""
-    return Chart("k-NN top-1 of the teacher", "%", [Line(f"teacher{at}", metrics[KNN], 3, "dots")], levels)
+    lines = [Line(f"teacher{at}", metrics[KNN], 3, "dots"), *_before(metrics, KNN, "dots")]
+    return Chart("k-NN top-1 of the teacher", "%", lines, levels, marks=metrics.marks)
+
+
+def _before(metrics: Metrics, key: str, kind: str) -> list[Line]:
+    return [Line("before the stage", metrics.before[key], 5, kind)] if key in metrics.before else []
+
+
+def curves_before(origin: Origin | None) -> dict[str, Curve]:
+    """The curves of loss and k-NN of the runs that a stage began with, each up to its checkpoint, in the stage's steps;
+    without runs that are gone or can't be read."""
+    curves, later = dict[str, Curve](), 0
+    for _ in range(_MOST_STAGES):
+        if origin is None or read_run_id(Path(origin.run)) != origin.run_id:
+            break
+        try:
+            metrics = read_metrics(Path(origin.run) / "metrics.jsonl")
+        except (OSError, ConfigError):
+            break
+        later += origin.first_step - origin.step
+        for key in {KNN, "loss"} & metrics.curves.keys():
+            curve, after = metrics[key], curves.get(key, EMPTY)
+            kept = curve.x <= origin.step
+            both = np.concatenate([curve.x[kept] + later, after.x]), np.concatenate([curve.y[kept], after.y])
+            curves[key] = Curve(*both)
+        origin = Origin.read(Path(origin.run))
+    return {key: curve for key, curve in curves.items() if len(curve.finite)}
 
 
 def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:

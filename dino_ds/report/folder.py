@@ -15,7 +15,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.tracking import RESULTS
 from dino_ds.health.processes import RunLock
 from dino_ds.method.specs.own import known_terms, teachers_of, terms_of
-from dino_ds.report.charts import Metrics, read_metrics
+from dino_ds.report.charts import Metrics, curves_before, read_metrics
 
 T = TypeVar("T")
 MOST_OF_A_KIND = 50
@@ -51,12 +51,14 @@ class Events:
         ended: finished, ended (by eval.stop_after), stopped, failed or "".
         incidents: in the order of the file, at most 50 of a kind.
         counts: number of all incidents by kind.
+        resumed: the steps at which the run was resumed.
     """
 
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: str = ""
     incidents: list[Incident] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
 
     def text(self, kind: str) -> str:
         """Return the line of the newest event of a kind without the first word, or ""."""
@@ -148,8 +150,15 @@ def read_run(path: Path) -> RunFiles:
             run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
     run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
+    marks = dict[str, list[float]]()
+    if resumed := events.resumed:
+        times = f" and {len(resumed) - 1} times before" if len(resumed) > 1 else ""
+        marks[f"resumed at step {resumed[-1]:,}{times}"] = [*map(float, resumed)]
     if origin := Origin.read(path):
-        run.metrics = replace(run.metrics, first_step=origin.first_step)
+        before = curves_before(origin)
+        run.metrics = replace(run.metrics, first_step=origin.first_step, before=before)
+        marks |= {f"stage begun at {origin.run}'s step {origin.step:,}": [float(origin.first_step)]} if before else {}
+    run.metrics = replace(run.metrics, marks=marks)
     return run
 
 
@@ -177,6 +186,8 @@ def read_events(path: Path) -> Events:
         except (ValueError, TypeError, KeyError, RecursionError):
             continue  # most often the line that was being written when the process ended
         events.newest[kind] = {**event, "line": line}
+        if kind == "resumed" and isinstance(step := event.get("step"), int) and step:
+            events.resumed.append(step)
         events.ended = _ENDS.get(kind, events.ended)
         if kind in LEVELS:
             events.counts[kind] = events.counts.get(kind, 0) + 1

@@ -73,6 +73,8 @@ def _plot(axes: Any, chart: Chart) -> None:
     axes.set_xlim(*((min(ends), max(ends)) if min(ends) < max(ends) else (ends[0] - 1, ends[0] + 1)))
     for line in chart.lines:
         _draw_line(axes, line)
+    for x in {x for steps in chart.marks.values() for x in steps}:
+        axes.axvline(x, linestyle=(0, (1, 2)), color=COLORS[-1], linewidth=1.2)
     _draw_levels(axes, chart)
     _style(axes, chart.small, is_log)
 

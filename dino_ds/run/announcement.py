@@ -47,7 +47,7 @@ def announce(
     if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
-        shown.append(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+        shown.append(Event(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}", step=done))
     shown += [
         f"warning  {text}"
         for text in [

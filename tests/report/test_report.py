@@ -151,6 +151,26 @@ def test_the_figures_of_a_page_have_one_base(tmp_path, capsys, stage, resumed):
 
 
 @pytest.mark.usefixtures("no_charts")
+def test_a_run_its_stages_and_resumes_are_one_story(tmp_path):
+    """Of a stage of a stage: curves of the runs before, each up to its checkpoint, in steps of the last; marks."""
+    origin = tmp_path / "a", "ab", 60
+    make_run(origin[0])
+    for start, first, run_id in (("continue", 60, "ac"), ("restart", 0, "ad")):
+        folder = make_run(tmp_path / start, Event("resumed  at", step=first + 20), recipe={"stage_start": start})
+        came = {"run": str(origin[0]), "run_id": origin[1], "step": origin[2], "stage_start": start}
+        (folder / "environment.json").write_text(json.dumps({"run_id": run_id, "from": came}))
+        _write_metrics(folder, knn(first, 60.0), *map(record, (first + 10, first + 20)))
+        origin = folder, run_id, 80
+    before = read_run(tmp_path / "continue").metrics.before["loss"]
+    metrics = read_run(tmp_path / "restart").metrics
+    assert before.x.tolist() == [10, 20, 30, 40, 50, 60] and metrics.before["loss"].x.tolist() == [*range(-70, 1, 10)]
+    assert metrics.before["knn_top1"].x.tolist() == [-80, -30, -20]
+    assert [*metrics.marks.values()] == [[20], [0]]
+    text = _report(tmp_path / "restart").text
+    assert "dotted: resumed at step 20, stage begun at" in text and "before the stage" in text
+
+
+@pytest.mark.usefixtures("no_charts")
 def test_measured_memory_is_a_share_of_the_plan_on_a_gpu_alone(tmp_path):
     """A resident set holds more than any plan of a step: a share of it would say nothing."""
     folder = make_run(tmp_path / "run")
