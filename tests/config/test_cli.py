@@ -443,13 +443,13 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(tmp_path: Path):
         "import sys\nfrom dino_ds.cli.main import main\n"
         "nowhere = 'train --data.root nowhere'\n"
         "for words in ('', '--help', 'train --help', 'train --epoch 3', nowhere, f'{nowhere} --ds_config nope.json', "
-        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3'):\n"
+        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3', 'eval nowhere/run'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"
         "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
-    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 6 + "heavy []\n")
+    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 6 + "exit 3\nheavy []\n")
 
 
 def test_a_machine_that_surely_lacks_fp16_does(monkeypatch):
