@@ -289,7 +289,10 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
 def _crops(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
     masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    return f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}"
+    channels = (
+        "" if recipe.model.in_chans in (1, 3) else f"; the first 3 of {recipe.model.in_chans} channels, stretched"
+    )
+    return f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}{channels}"
 
 
 @dataclass(frozen=True)
