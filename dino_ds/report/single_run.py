@@ -17,7 +17,7 @@ from dino_ds.basics.formatting import duration, gib, nats, number, percent
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import ReportOptions
 from dino_ds.options.definition import Result
-from dino_ds.report.charts import LARGE, SHARE, Metrics, Series, find_series, find_shares, knn_chart, loss_chart
+from dino_ds.report.charts import LARGE, SHARE, Metrics, find_series, find_shares, knn_chart, loss_chart
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles, read_run
 from dino_ds.report.html import Tag, build_document, draw_chart, embedded_file, render
 from dino_ds.report.summary import changed_settings, environment_rows, make_finding, reproduction, summarize
@@ -60,11 +60,10 @@ def draw_run(run: RunFiles) -> str:
         verdict=verdict,
         bars_of_knn=_knn_bars(facts["knn"] or {}),
         alarms=_alarms(run),
-        cards=_cards(facts),
+        cards=_cards(facts, run.environment.get("devices") == "cpu"),
         **_charts(run.metrics),
         pictures=_load_pictures(run),
         evaluations=_evaluations(run.evaluations),
-        memory=_memory(run, facts),
         settings=changed_settings(run),
         incidents=_incidents(run),
         most_of_a_kind=MOST_OF_A_KIND,
@@ -105,42 +104,36 @@ def _alarms(run: RunFiles) -> list[str]:
     return [f"{incident.line} ({incident.time}{times[kind]})" for kind, incident in newest.items()]
 
 
-def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
     """Return title, value and explanation of six figures: six fill rows of six, three and two."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     since = f" since step {number(facts['first_step'])}" if facts["first_step"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait, entropy = facts["data_wait_fraction"], facts["teacher_entropy"]
     parts = "" if entropy is None else f"entropy {nats(entropy)} + KL {nats(facts['kl'])}"
+    # A resident set holds what evaluations took too.
+    without = ", without evaluations" if on_cpu else ""
     return [
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{since}{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
         ("loss", nats(facts["loss"]), parts),
         ("speed", number(facts["images_per_second"], 3), "images per second, the mean"),
         ("waiting for data", "–" if wait is None else f"{100 * wait:.0f} %", "of the time"),
-        ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
+        ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}{without}"),
     ]
 
 
 def _charts(metrics: Metrics) -> dict[str, Any]:
-    """Draw the charts in the order of the page; curves that never change become text."""
-    small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
-    drawn = [s for s in small if len(s.curve(metrics).finite) > 1 and not s.curve(metrics).constant]
+    """Draw the charts in the order of the page; small ones of curves that change."""
+    drawn = [one for one in find_series(metrics) if not one.curve(metrics).constant]
     large = {
         "learning": [knn_chart(metrics), loss_chart(metrics)],
         "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
     }
     return {
         **{name: [svg for chart in charts if (svg := draw_chart(chart))] for name, charts in large.items()},
-        "others": [draw_chart(series.chart(metrics)) for series in drawn],
-        "constants": [_constant(series, metrics) for series in small if series not in drawn],
+        "others": [svg for series in drawn if (svg := draw_chart(series.chart(metrics)))],
     }
-
-
-def _constant(series: Series, metrics: Metrics) -> str:
-    unit = f" {series.unit}" if series.unit in ("s", "GiB", "nats") else ""
-    title = series.title if series.title[1:2].isupper() else f"{series.title[0].lower()}{series.title[1:]}"
-    return f"{title} {number(series.curve(metrics).last)}{unit}"
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
@@ -202,18 +195,6 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
             first = (evaluation.name, step, ", ".join(images)) if i == 0 else ("",) * 3
             rows.append((first[0], metric, number(value), *first[1:]))
     return rows
-
-
-def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the bars of predicted and measured memory, or None if one of them is unknown."""
-    measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
-    if not measured or not predicted:
-        return None
-    return {
-        "bars": [("predicted", gib(predicted), [(2, predicted)]), ("measured", gib(measured), [(1, measured)])],
-        "most": max(measured, predicted),
-        "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
-    }
 
 
 def _incidents(run: RunFiles) -> dict[str, Any]:
