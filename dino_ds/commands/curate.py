@@ -154,7 +154,8 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
     sheet = [_line_of_cluster(embedded, i, members[i], COLUMNS) for i in shown]
     (folder / "clusters.png").write_bytes(embedded.sheet(sheet, titles))
     how = _train(embedded, "data.balance", curated.folder / "clusters.csv")
-    curated.notes.append(f"{len(counts)} clusters of {counts.max()} to {counts.min()} images each: {how}")
+    sizes_said = f"{len(counts)} clusters of {counts.max()} to {counts.min()} images each"
+    curated.notes.append(f"{sizes_said}, drawn in {curated.folder / 'clusters.png'}: {how}")
     if options.draw is not None:
         curated.listed[:] = False
         curated.listed[kept[draw(levels, options.draw, options.seed)]] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from dino_ds.options.definition import ExportOptions, Result
 
 
 def check(options: ExportOptions) -> None:
-    """Check that `out` can be written; without torch, so that an error comes at once. Raises ConfigError."""
+    """Check packages and `out`; without torch, so that an error comes at once. Raises ConfigError."""
     if options.out is not None:
         _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
+    if options.format == "onnx" and importlib.util.find_spec("onnxscript") is None:
+        raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
 
 
 def run(options: ExportOptions) -> Result:
@@ -27,6 +30,7 @@ def run(options: ExportOptions) -> Result:
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
 
+    check(options)
     write, ending = FORMATS[options.format]
     source = Path(os.path.expanduser(options.model))
     is_folder = source.is_dir()

@@ -119,6 +119,8 @@ def main(argv: list[str] | None = None) -> float:
     any_size: dict[str, Any] = {"dynamic_img_size": True} if "img_size" in arguments else {}
     backbone: Any = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=0, **any_size)
     images = backbone.pretrained_cfg
+    if (channels := images["input_size"][0]) != 3:
+        sys.exit(f"{args.model} is for images of {channels} channels, and this program reads RGB: change it")
     size = args.size or images["input_size"][-1]
     last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
     last.append(v2.Normalize(images["mean"], images["std"]))

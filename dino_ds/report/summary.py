@@ -82,6 +82,11 @@ def make_finding(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
     tests = next((e.about.get("test_images", 0) for e in run.evaluations if e.name == "knn"), 0)
     noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
+    if bar > 100 - noise:
+        return "odd", (
+            f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. "
+            "Ask about classes that are harder to tell apart (--eval.root)."
+        )
     if knn["best"] <= bar + noise:
         chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
         return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -339,6 +340,8 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
     monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
     (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
     assert line == "--out b does not end in .onnx, by which such a file is known: name it so"
+    if not importlib.util.find_spec("onnxscript"):
+        assert errors("export", "a", "--format", "onnx") == ["onnxscript is not installed: pip install 'dino_ds[onnx]'"]
     (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
     assert line == "--out b does not end in .safetensors, by which such a file is known: name it so"
     (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))
