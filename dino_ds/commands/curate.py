@@ -122,7 +122,8 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
         shown = f"{min(LINES, len(sheet))} of {len(sheet)} groups"
         (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, [shown]))
     removed = len(lines) - len(sheet)
-    curated.notes.append(f"{curated.folder}: {removed} near-duplicates of {len(sheet)} images, which are kept")
+    said = f"{removed} near-duplicates of {len(sheet)} images, which are kept" if sheet else "no near-duplicates"
+    curated.notes.append(f"{curated.folder}: {said}")
     if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(vectors)):
         alike = f"{len(sheet[0])} of {len(vectors)} images are one group; look at duplicates.png"
         curated.notes.append(f"warning: {alike}, and raise --duplicates, or use --duplicates auto")
