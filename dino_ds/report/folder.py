@@ -29,8 +29,6 @@ _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "f
 """How a run has ended after the last event of these kinds; "" if it goes on."""
 _LARGEST_NUMBER = 1e100
 _BEST = "best_teacher.json"
-_TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
-"""Files that training writes after a hang, a bug and bad steps."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ class RunFiles:
 
     Attributes:
         best: metric, value, start and step of the best teacher, {} without one.
-        traces: names of files with more about incidents.
         state: finished, stopped (before its length), failed, running or unfinished.
         notes: missing and broken parts of the folder.
     """
@@ -101,7 +98,6 @@ class RunFiles:
     evaluations: list[Evaluation] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
-    traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
     notes: list[str] = field(default_factory=list)
 
@@ -148,7 +144,6 @@ def read_run(path: Path) -> RunFiles:
         best = about.get("best")
         if isinstance(best, dict):
             run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
-    run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
     marks = dict[str, list[float]]()
     if resumed := events.resumed:

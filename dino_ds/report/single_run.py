@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds import __version__
-from dino_ds.basics.files import check_absent, replace_file
+from dino_ds.basics.files import check_absent, replace_file, why_not_writable
 from dino_ds.basics.formatting import duration, gib, nats, number, percent
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import ReportOptions
@@ -232,13 +232,11 @@ def run(options: ReportOptions) -> Result:
 def _check_out(page: Path, folder: Path) -> None:
     if page.suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {page} must end in .html")
-    where = page.parent
-    if where == folder and not where.is_dir():
+    is_missing = not page.parent.is_dir()
+    if is_missing and page.parent == folder:
         return  # read_run reports it
-    if not where.is_dir() or not os.access(where, os.W_OK | os.X_OK) or page.is_dir():
-        raise ConfigError(
-            f"{page} can't be written: {where} is not a folder that one may write to; name another with --out"
-        )
+    if is_missing or page.is_dir() or why_not_writable(page):
+        raise ConfigError(f"{page} can't be written: {page.parent} is not a writable folder; name another with --out")
 
 
 def _line(facts: dict[str, Any]) -> str:
