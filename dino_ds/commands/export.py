@@ -54,8 +54,8 @@ def run(options: ExportOptions) -> Result:
             f"crop_pct is {kept:g}, by which timm and transformers prepare images as dino_ds does; where the shorter "
             f"side has {where} {backbone.image_size} pixels, set it to {other}"
         )
-        if backbone.value_range is not None:
-            notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")
+    if options.format != "safetensors" and backbone.value_range is not None:
+        notes.append("scale images deeper than 8 bits by the value_range that it holds, not by 255")
     facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}
     return Result(facts, "\n".join([str(path), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 
