@@ -1,7 +1,7 @@
 """Images/s of one core for each way of making crops, and for the parts of it.
 
 `python -m scripts.bench_data [--root FOLDER] [--out data]`: on image files, or on the embedded photographs. With --out
-data.json, data.md and data.png, the picture of docs/augmentation.md.
+data.json, data.md and data.png.
 """
 
 from __future__ import annotations

@@ -11,25 +11,32 @@ from torch import Tensor
 from dino_ds.data.normalization import MEAN, STD
 
 _GAIN = 8
-_SHOWN = ("pil", "exact", "split_worker", "device", "split_total")
+_SHOWN = {
+    "pil": "DINO's own",
+    "exact": "augment worker",
+    "split_worker": "augment device, worker's part",
+    "device": "augment device, its other part",
+    "split_total": "augment device, both on a CPU",
+}
 
 
 def draw(result: dict[str, Any], worker: list[Tensor], device: list[Tensor]) -> Any:
     """A matplotlib Figure; `worker` and `device`: the crops (3, h, w) of one image, normalized."""
     from matplotlib.figure import Figure
 
-    names = _SHOWN[::-1]
+    names = [*_SHOWN][::-1]
     rates = [result["pipelines"][name]["images_per_second"] for name in names]
     figure = Figure(figsize=(10, 5.4), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=[1, 1.35])
-    bars = upper.barh(names, rates, color=["#c98a3a" if name == "pil" else "#3b6ea5" for name in names])
+    colors = ["#c98a3a" if name == "pil" else "#3b6ea5" for name in names]
+    bars = upper.barh([_SHOWN[name] for name in names], rates, color=colors)
     upper.bar_label(bars, [f"{rate:.0f}  ({rate / rates[-1]:.1f}×)" for rate in rates], padding=3)
     upper.set_xlabel("images/s of one core (× DINO's pipeline)")
     upper.margins(x=0.12)
     upper.spines[["top", "right"]].set_visible(False)
     shown, rows = _sheet(worker, device)
     lower.imshow(shown, interpolation="nearest")
-    lower.set_yticks(rows, ["worker", "device", f"difference × {_GAIN}"])
+    lower.set_yticks(rows, ["crops of one image, worker", "the same, device", f"their difference × {_GAIN}"])
     lower.set_xticks([])
     lower.tick_params(length=0)
     lower.spines[:].set_visible(False)

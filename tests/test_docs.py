@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -261,6 +262,15 @@ def test_the_pages_run_in_their_order(here, monkeypatch, capsys):
     assert (
         here / "runs/mine/teacher.safetensors"
     ).is_file() and "of the test images are right" in capsys.readouterr().out
+
+
+def test_pages_and_their_pictures_have_the_figures_of_one_file():
+    for name, groups in yaml.safe_load((REPOSITORY / "docs/numbers.yaml").read_text()).items():
+        assert json.loads(Image.open(REPOSITORY / "docs" / name).info["figures"]) == groups, f"draw {name} anew"
+        for group in groups:
+            for page in group["pages"]:
+                numbers = set(re.findall(r"\d+\.\d+", (REPOSITORY / "docs" / page).read_text()))
+                assert {str(figure) for figure in group["figures"].values()} <= numbers, (page, group)
 
 
 def _run(line: str) -> None:

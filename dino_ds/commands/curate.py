@@ -122,7 +122,8 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
         shown = f"{min(LINES, len(sheet))} of {len(sheet)} groups"
         (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, [shown]))
     removed = len(lines) - len(sheet)
-    curated.notes.append(f"{curated.folder}: {removed} near-duplicates of {len(sheet)} images, which are kept")
+    said = f"{removed} near-duplicates of {len(sheet)} images, which are kept" if sheet else "no near-duplicates"
+    curated.notes.append(f"{curated.folder}: {said}")
     if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(vectors)):
         alike = f"{len(sheet[0])} of {len(vectors)} images are one group; look at duplicates.png"
         curated.notes.append(f"warning: {alike}, and raise --duplicates, or use --duplicates auto")
@@ -154,7 +155,8 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
     sheet = [_line_of_cluster(embedded, i, members[i], COLUMNS) for i in shown]
     (folder / "clusters.png").write_bytes(embedded.sheet(sheet, titles))
     how = _train(embedded, "data.balance", curated.folder / "clusters.csv")
-    curated.notes.append(f"{len(counts)} clusters of {counts.max()} to {counts.min()} images each: {how}")
+    sizes_said = f"{len(counts)} clusters of {counts.max()} to {counts.min()} images each"
+    curated.notes.append(f"{sizes_said}, drawn in {curated.folder / 'clusters.png'}: {how}")
     if options.draw is not None:
         curated.listed[:] = False
         curated.listed[kept[draw(levels, options.draw, options.seed)]] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def run(options: ExportOptions) -> Result:
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
 
+    check(options)
     write, ending = FORMATS[options.format]
     source = Path(os.path.expanduser(options.model))
     is_folder = source.is_dir()
@@ -44,16 +46,18 @@ def run(options: ExportOptions) -> Result:
             f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does; where the "
             f"shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
         )
-        if backbone.value_range is not None:
-            notes.append("scale images deeper than 8 bits by the value_range in config.json, not by 255")
+    if options.format != "safetensors" and backbone.value_range is not None:
+        notes.append("scale images deeper than 8 bits by the value_range that it holds, not by 255")
     facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}
     return Result(facts, "\n".join([str(path), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 
 
 def check(options: ExportOptions) -> None:
-    """Check that `out` can be written; without torch, so that an error comes at once. Raises ConfigError."""
+    """Check packages and `out`; without torch, so that an error comes at once. Raises ConfigError."""
     if options.out is not None:
         _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
+    if options.format == "onnx" and importlib.util.find_spec("onnxscript") is None:
+        raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
 
 
 def _check_place(source: Path, format: str, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import LookDataOptions
 from dino_ds.options.definition import Result
+from dino_ds.report.draw import INK
 
 _BATCH = 16
 _NAMED = 20
@@ -80,7 +82,9 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels")
-    sheet = draw_sheet(rows, _title(recipe))
+    sheet = draw_sheet(
+        rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
+    )
     with replacing(png) as path:
         sheet.savefig(path, format="png")
     return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
@@ -99,11 +103,13 @@ def _check(out: str | None) -> Path:
     return path
 
 
-def _title(recipe: Recipe) -> str:
+def _crops(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
-    masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
-    words = [f"augmentation {recipe.crops.augment}", *masks]
-    return f"What the network sees: {crops} px (orange: global crops, blue: local crops), {', '.join(words)}"
+    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
+    channels = (
+        "" if recipe.model.in_chans in (1, 3) else f"; the first 3 of {recipe.model.in_chans} channels, stretched"
+    )
+    return f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}{channels}"
 
 
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
@@ -324,7 +330,9 @@ def draw_sheet(rows: Sequence[Seen], title: str) -> Figure:
                 cell = grid[2 * number + line, left + column]
             axes = _show(figure.add_subplot(cell), picture)
             _tag(axes, 0, 0, crop, row)
-    figure.text(0.01, 1 - 0.2 / height, title, fontsize=9, parse_math=False)
+    figure.set_facecolor("none")
+    lines = textwrap.fill(title, int(13 * figure.get_figwidth()))
+    figure.text(0.01, 1 - 0.1 / height, lines, fontsize=9, color=INK, va="top", parse_math=False)
     return figure
 
 
@@ -332,7 +340,7 @@ def _draw_original(axes: Axes, row: Seen) -> None:
     _show(axes, row.original)
     size = f"  {row.original.width} x {row.original.height}"
     name = row.name if len(row.name) <= _NAME else f"…{row.name[-_NAME:]}"  # the end of a path tells more
-    axes.set_title(name + size, fontsize=7, loc="left", pad=2, parse_math=False)
+    axes.set_title(name + size, fontsize=7, color=INK, loc="left", pad=2, parse_math=False)
     for crop in reversed(range(len(row.boxes))):
         left, top, right, bottom = row.boxes[crop]
         width = 2 if crop < row.num_global else 1

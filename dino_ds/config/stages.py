@@ -350,9 +350,8 @@ def missing_model(model: str) -> CheckpointError:
 
 
 def check_model_path(model: str) -> None:
-    """Raises CheckpointError for a path to a missing model in a folder that exists, before torch is loaded."""
-    path = Path(os.path.expanduser(model))
-    if "/" in model and path.parent.is_dir() and not os.path.lexists(path):
+    """Raises CheckpointError for a path to a missing model, before torch is loaded; timm's names have no slash."""
+    if "/" in model and not os.path.lexists(os.path.expanduser(model)):
         raise missing_model(model)
 
 

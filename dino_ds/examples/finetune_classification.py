@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,11 @@ from torchvision.transforms import v2
 
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import UnreadableImage, ValueRange
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers": 4, "seed": 0}
+WORKERS = min(4, os.cpu_count() or 1)
+NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers": WORKERS, "seed": 0}
 """Default values of options."""
 
 
@@ -48,26 +51,23 @@ def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Names
     args = options.parse_args(argv)
     if not (args.model / "config.json").is_file():
         options.error(f"{args.model} has no config.json: give a folder of dino-ds export RUN --format timm")
-    channels = json.loads((args.model / "config.json").read_text())["pretrained_cfg"]["input_size"][0]
-    if channels != 3:
-        options.error(f"{args.model} is for images of {channels} channels, and open_upright reads RGB: change it")
     if Path(args.out, "model.safetensors").exists():
         options.error(f"{args.out}/model.safetensors is there already: remove it, or name another folder with --out")
     torch.manual_seed(args.seed)
     return args
 
 
-def open_upright(path: str | Path) -> Image.Image:
-    """Open an image of 8 bits as RGB, as the teacher saw images. Raises UnreadableImage."""
-    image = load_image(NamedFiles([str(path)]), 0, None)
-    assert isinstance(image, Image.Image)  # of three channels
-    return image
+def open_upright(path: str | Path, value_range: ValueRange | None = None, channels: int = 3) -> Any:
+    """Open an image as the teacher saw images: RGB of 8 bits as a PIL image, else as a tensor (channels, h, w),
+    deeper values scaled by `value_range`. Raises UnreadableImage."""
+    image = load_image(NamedFiles([str(path)]), 0, value_range, channels)
+    return image if isinstance(image, Image.Image) else v2.functional.to_image(image)
 
 
-def is_readable(path: str | Path) -> bool:
+def is_readable(path: str | Path, read: Callable[[str | Path], Any] = open_upright) -> bool:
     """Whether a file is an image that can be read; says so of one that can't, which is left out."""
     try:
-        return str(path).lower().endswith(IMG_EXTENSIONS) and bool(open_upright(path))
+        return str(path).lower().endswith(IMG_EXTENSIONS) and read(path) is not None
     except UnreadableImage as error:
         print(f"left out: {error}", file=sys.stderr, flush=True)
         return False
@@ -113,7 +113,11 @@ def fit(network: Any, data: Any, groups: Any, score: Callable[[Any], float], arg
 def main(argv: list[str] | None = None) -> float:
     """Returns the accuracy of the chosen epoch on the test images, in percent."""
     args = parse(argv)
-    training, test = (ImageFolder(path, None, None, open_upright, is_readable) for path in (args.train, args.test))
+    config = json.loads((args.model / "config.json").read_text())
+    deep = config.get("value_range")
+    read = partial(open_upright, value_range=deep and tuple(deep), channels=config["pretrained_cfg"]["input_size"][0])
+    is_image = partial(is_readable, read=read)
+    training, test = (ImageFolder(path, None, None, read, is_image) for path in (args.train, args.test))
     if training.classes != test.classes:
         sys.exit(f"{args.train} has the class folders {training.classes}, {args.test} has {test.classes}")
     count = len(training.classes)
@@ -129,7 +133,6 @@ def main(argv: list[str] | None = None) -> float:
         network.requires_grad_(False).get_classifier().requires_grad_(True)
     groups = param_groups_layer_decay(network.to(DEVICE), weight_decay=0.05, layer_decay=args.layer_decay)
     # With this file the new folder is a timm model too.
-    config = json.loads((args.model / "config.json").read_text())
     config |= {"num_classes": count, "label_names": training.classes}
     Path(args.out).mkdir(parents=True, exist_ok=True)
     Path(args.out, "config.json").write_text(json.dumps(config, indent=1))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.nn import functional
@@ -97,13 +97,18 @@ def iou(network: Segmenter, data: Masked, classes: list[str]) -> float:
 
 
 def overlay(network: Segmenter, data: Masked, path: Path) -> None:
-    """Draw the first four images, each next to its mask and the predicted classes, laid over it half transparent."""
+    """Draw the first four images, each beside its mask and the predicted classes, laid over it half transparent."""
     rows = []
     for index in range(min(4, len(data))):
         image = open_upright(data.pairs[index][0])
         tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in predict(network, data, index)]
         rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted[::-1])]))
-    Image.fromarray(np.vstack(rows)).save(path)
+    sheet = Image.fromarray(np.vstack(rows))
+    for column, word in enumerate((f"{len(rows)} of {len(data)} images", "mask", "predicted")):
+        ImageDraw.Draw(sheet).text(
+            (320 * column + 8, 6), word, "white", stroke_width=2, stroke_fill="black", font_size=20
+        )
+    sheet.save(path)
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -114,6 +119,8 @@ def main(argv: list[str] | None = None) -> float:
     any_size: dict[str, Any] = {"dynamic_img_size": True} if "img_size" in arguments else {}
     backbone: Any = timm.create_model(f"local-dir:{args.model}", pretrained=not args.random, num_classes=0, **any_size)
     images = backbone.pretrained_cfg
+    if (channels := images["input_size"][0]) != 3:
+        sys.exit(f"{args.model} is for images of {channels} channels, and this program reads RGB: change it")
     size = args.size or images["input_size"][-1]
     last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
     last.append(v2.Normalize(images["mean"], images["std"]))

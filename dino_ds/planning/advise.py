@@ -85,7 +85,7 @@ def run(options: AdviseOptions) -> Result:
         "gpus": gpus,
         "advice": [vars(row) for row in rows],
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
-        "notes": [*images.pop("notes"), *_notes(facts, images, options)],
+        "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
     result["ways"] = [_way(way, result["command"], options) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
@@ -149,15 +149,18 @@ def _way(way: Way, advised: str, options: AdviseOptions) -> dict[str, Any]:
     return {"way": way.name, "gave": way.gave, "minutes": way.images * way.seconds / 60, "command": command}
 
 
-def _notes(facts: Situation, images: Mapping[str, Any], options: AdviseOptions) -> Iterator[str]:
+def _notes(
+    facts: Situation, images: Mapping[str, Any], options: AdviseOptions, flags: Mapping[str, str]
+) -> Iterator[str]:
     if facts.has_color and not facts.is_tiny:
         yield (
             f"first, without training (DINOv2's model card: good features out of the box)\n  dino-ds {_embed(options)}"
         )
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
-    channels = "" if facts.has_color else f" --model.in_chans {facts.channels}"
-    look = "dino-ds look-data " + _images(options, "data.") + channels
+    seen = {name: value for name, value in flags.items() if name.startswith(("data.", "crops.", "model."))}
+    shown = {"config": facts.recipe, **seen}
+    look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops; which ones: {look}"

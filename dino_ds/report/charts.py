@@ -14,16 +14,18 @@ import numpy as np
 
 from dino_ds.basics.files import read_lines
 from dino_ds.config.evaluation import EVALUATIONS
+from dino_ds.config.stages import Origin, read_run_id
+from dino_ds.errors import ConfigError
 from dino_ds.method.specs.base import OF_EVERY_RUN
 
-_PARTS = 400
+_PARTS, _MOST_STAGES = 400, 20
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
 EVALUATED, SHARE = "eval/", "share/"
 """Prefixes of keys: evaluations during training, except k-NN; shares of a mixture's sources."""
 _OF_EVALUATIONS = {number: title for entry in EVALUATIONS.values() for number, title in entry.titles.items()}
 _MOST_OTHERS = 60
-_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
+_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS, _HELD_OUT = "teacher_entropy", "kl", "cross_entropy", "_loss", "val_"
 _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
 """Names of quantities in nats, by the end of their keys."""
 
@@ -76,7 +78,8 @@ class Metrics:
     """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
     titles: of the loss terms by name, {} if the run's recipe is unknown. began_with_weights: the recipe says that the
     initial weights were not random. first_step: at which the run began, that of the run before for a stage that goes
-    on."""
+    on. before: curves of the runs that a stage began with, in its steps. marks: steps of resumes and of a stage's
+    begin, by what they are."""
 
     curves: dict[str, Curve]
     lines: int
@@ -84,6 +87,8 @@ class Metrics:
     titles: Mapping[str, str] = field(default_factory=dict)
     began_with_weights: bool = False
     first_step: int = 0
+    before: Mapping[str, Curve] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def images(self) -> Curve:
@@ -151,7 +156,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis, named by `x`. levels: horizontal lines by name. zero: 0 is on the y axis."""
+    """Curves over one x axis, named by `x`. levels: horizontal lines by name; marks: vertical ones. zero: 0 is on the y
+    axis."""
 
     title: str
     unit: str
@@ -160,6 +166,7 @@ class Chart:
     zero: bool = False
     small: bool = False
     x: str = "steps"
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -229,17 +236,45 @@ def find_others(metrics: Metrics) -> list[str]:
 
 def loss_chart(metrics: Metrics) -> Chart:
     """Chart the loss; for an objective of one term with the entropy of its targets, below which it can't fall."""
-    lines, unit, several = [Line("loss", metrics["loss"])], "", any(key.endswith(_LOSS) for key in metrics.curves)
+    lines, unit = [Line("loss", metrics["loss"])], ""
+    several = any(key.endswith(_LOSS) and key != f"{_HELD_OUT}loss" for key in metrics.curves)
     if len(metrics[_ENTROPY]) and not several:
         lines, unit = [*lines, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
-    return Chart("Loss, the weighted sum of all terms" if several else "Loss", unit, lines, {})
+    title = "Loss, the weighted sum of all terms" if several else "Loss"
+    return Chart(title, unit, [*lines, *_before(metrics, "loss", "line")], {}, marks=metrics.marks)
 
 
 def knn_chart(metrics: Metrics) -> Chart:
     knn = summarize_knn(metrics) or {}
     levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
     at = f" at step {knn['step']:,}" if knn else ""
-    return Chart("k-NN top-1 of the teacher", "%", [Line(f"teacher{at}", metrics[KNN], 3, "dots")], levels)
+    lines = [Line(f"teacher{at}", metrics[KNN], 3, "dots"), *_before(metrics, KNN, "dots")]
+    return Chart("k-NN top-1 of the teacher", "%", lines, levels, marks=metrics.marks)
+
+
+def _before(metrics: Metrics, key: str, kind: str) -> list[Line]:
+    return [Line("before the stage", metrics.before[key], 5, kind)] if key in metrics.before else []
+
+
+def curves_before(origin: Origin | None) -> dict[str, Curve]:
+    """The curves of loss and k-NN of the runs that a stage began with, each up to its checkpoint, in the stage's steps;
+    without runs that are gone or can't be read."""
+    curves, later = dict[str, Curve](), 0
+    for _ in range(_MOST_STAGES):
+        if origin is None or read_run_id(Path(origin.run)) != origin.run_id:
+            break
+        try:
+            metrics = read_metrics(Path(origin.run) / "metrics.jsonl")
+        except (OSError, ConfigError):
+            break
+        later += origin.first_step - origin.step
+        for key in {KNN, "loss"} & metrics.curves.keys():
+            curve, after = metrics[key], curves.get(key, EMPTY)
+            kept = curve.x <= origin.step
+            both = np.concatenate([curve.x[kept] + later, after.x]), np.concatenate([curve.y[kept], after.y])
+            curves[key] = Curve(*both)
+        origin = Origin.read(Path(origin.run))
+    return {key: curve for key, curve in curves.items() if len(curve.finite)}
 
 
 def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
@@ -272,9 +307,13 @@ def title_of_term(name: str, titles: Mapping[str, str]) -> str:
 
 
 def title_of_scalar(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
-    """Return title and unit of a curve of a loss term."""
+    """Return title and unit of a curve of a loss term, in training or of held-out images."""
+    if key.startswith(_HELD_OUT):
+        title, unit = title_of_scalar(key.removeprefix(_HELD_OUT), titles)
+        return f"{title}, held-out images", unit
     for end, words in _SCALARS.items():
         if key == end or key.endswith(f"_{end}"):
             name = key.removesuffix(end).rstrip("_")
             return f"{title_of_term(name, titles)}: {words}" if name else words[0].upper() + words[1:], "nats"
-    return (title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else key), ""
+    words = key.replace("_", " ")
+    return title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else words[0].upper() + words[1:], ""

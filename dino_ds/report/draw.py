@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 DPI = 90
 _HEADS = 12
 """Most attention heads that are shown, each in a column."""
+INK, _OPACITIES = "#727c8b", 16
+"""Of words, on a ground that is left out: they are read on a light page and on a dark one."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
 """Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.24
 """Inches: a picture's side, between pictures, a line of text."""
-_LETTERS = 17
+_LETTERS, _LETTER = 17, 0.078
+"""Most letters under a picture, and the width of a heading's letter in inches."""
 _GROUPS = 20
 """Most groups that the map's legend names: the number of colors."""
 _MAP = 8.0
@@ -39,17 +43,24 @@ class Sheet:
         rows, columns: number of cells.
         titles: one for each column.
         captions: whether there is a line of text under each picture.
+        heading: what the pictures are, how many of how many, and what their colors mean.
     """
 
-    def __init__(self, rows: int, columns: int, titles: Sequence[str] = (), captions: bool = False) -> None:
+    def __init__(
+        self, rows: int, columns: int, titles: Sequence[str] = (), captions: bool = False, heading: str = ""
+    ) -> None:
         from matplotlib.figure import Figure
 
         self._row = _CELL + _GAP + (_LINE if captions else 0)
-        self._top = _LINE + _GAP if any(titles) else _GAP
-        width, height = columns * (_CELL + _GAP) + _GAP, self._top + rows * self._row
+        width = columns * (_CELL + _GAP) + _GAP
+        lines = textwrap.wrap(heading, int(width / _LETTER))
+        self._top = _LINE * (len(lines) + any(titles)) + _GAP
+        height = self._top + rows * self._row
         self.figure = Figure(figsize=(width, height))
         self.axes = self.figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
         self.axes.axis("off")
+        for line, text in enumerate(lines):
+            self.axes.text(_GAP, (line + 1) * _LINE - 0.04, text, fontsize=10, color=INK, parse_math=False)
         for column, title in enumerate(titles):
             self._text(column, self._top - _GAP, title, 11)
 
@@ -69,7 +80,7 @@ class Sheet:
 
     def _text(self, column: int, bottom: float, text: str, size: int) -> None:
         middle = _GAP + column * (_CELL + _GAP) + _CELL / 2
-        self.axes.text(middle, bottom - 0.04, shorten(text), fontsize=size, ha="center", parse_math=False)
+        self.axes.text(middle, bottom - 0.04, shorten(text), fontsize=size, color=INK, ha="center", parse_math=False)
 
 
 def shorten(text: str) -> str:
@@ -84,13 +95,14 @@ def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
     return torch.stack([visible(image) for image in scaled]).permute(0, 2, 3, 1)
 
 
-def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:
+def draw_attention(pictures: Tensor, attention: Tensor, heading: str = "") -> Figure:
     """Draw pictures (b, H, W, 3) in [0, 1] and the CLS token's attention (b, heads, h, w): a row for each image, a
     column for each head (figure 3 of the DINO paper)."""
     heads = attention.shape[1]
     shown = min(heads, _HEADS)
     names = [f"head {head}" for head in range(shown)]
-    sheet = Sheet(len(pictures), 1 + shown, ["image" if shown == heads else f"{shown} of {heads} heads", *names])
+    first = "image" if shown == heads else f"{shown} of {heads} heads"
+    sheet = Sheet(len(pictures), 1 + shown, [first, *names], heading=heading)
     for row, (picture, maps) in enumerate(zip(pictures, attention, strict=True)):
         sheet.put(row, 0, picture.numpy())
         for head in range(shown):
@@ -98,11 +110,11 @@ def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:
     return sheet.figure
 
 
-def draw_pca(pictures: Tensor, tokens: Tensor) -> Figure:
+def draw_pca(pictures: Tensor, tokens: Tensor, heading: str = "") -> Figure:
     """Draw pictures (b, H, W, 3), and below them as RGB the first three principal components of their patch tokens
     (b, h, w, d)."""
     colors = patch_colors(tokens)
-    sheet = Sheet(2, len(pictures))
+    sheet = Sheet(2, len(pictures), heading=heading)
     for column, (picture, map_) in enumerate(zip(pictures.numpy(), colors.numpy(), strict=True)):
         sheet.put(0, column, picture)
         sheet.put(1, column, map_)
@@ -130,14 +142,16 @@ def draw_neighbors(
     neighbors: Sequence[Sequence[np.ndarray]],
     captions: Sequence[Sequence[str]],
     same_class: Sequence[Sequence[bool | None]],
+    heading: str = "",
 ) -> Figure:
     """Draw a row for each query: the image, then its nearest neighbors; pictures (h, w, 3), with captions.
 
     same_class: whether each neighbor is of the query's class, or None if no class is known, for its frame's color.
     """
     known = any(same is not None for row in same_class for same in row)
-    titles = ["blue: same class" if known else "image", *[str(i + 1) for i in range(max(map(len, neighbors)))]]
-    sheet = Sheet(len(queries), len(titles), titles, captions=any(text for texts in captions for text in texts))
+    titles = ["image", *[str(i + 1) for i in range(max(map(len, neighbors)))]]
+    heading += "; frames: blue the same class, orange another" if known else ""
+    sheet = Sheet(len(queries), len(titles), titles, any(text for texts in captions for text in texts), heading)
     rows = zip(queries, neighbors, captions, same_class, strict=True)
     for row, (query, nearest, texts, same) in enumerate(rows):
         for column, (picture, text, alike) in enumerate(zip((query, *nearest), texts, (None, *same), strict=True)):
@@ -166,7 +180,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     height = _MAP + 0.3 + bottom
     figure = Figure(figsize=(_MAP, height))
     axes = figure.add_axes((0, bottom / height, 1, _MAP / height))
-    figure.text(0.5, 1 - 0.2 / height, title, ha="center", fontsize=11)
+    figure.text(0.5, 1 - 0.2 / height, title, ha="center", fontsize=11, color=INK)
     colors = colormaps["tab20"](range(_GROUPS))[:, :3]
     frames = [colors[names.index(group) % _GROUPS] for group in groups] if groups else [(0.6,) * 3] * len(points)
     axes.imshow(_scatter(points, thumbnails, frames))
@@ -174,16 +188,16 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     if legend:
         spots = [axes.plot([], [], "s", color=colors[i])[0] for i in range(len(names))]
         words = [shorten(name) for name in names]
-        box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=11, frameon=False)
+        box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=11, labelcolor=INK, frameon=False)
         for text in box.texts:
             text.set_parse_math(False)
     return figure
 
 
 def _scatter(points: np.ndarray, thumbnails: Sequence[np.ndarray], frames: Sequence[Sequence[float]]) -> np.ndarray:
-    """Draw thumbnails with frames of these colors on a white square, uint8 (h, w, 3); lower ones cover higher ones."""
+    """Draw thumbnails with frames of these colors on a clear square, uint8 (h, w, 4); lower ones cover higher ones."""
     side = round(_MAP * DPI)
-    canvas = Image.new("RGB", (side, side), "white")
+    canvas = Image.new("RGBA", (side, side), (255, 255, 255, 0))
     size = round(side * float(np.clip(0.7 / np.sqrt(len(points)), 0.03, 0.07)))
     border = max(1, size // 18)
     low, high = points.min(axis=0), points.max(axis=0)
@@ -210,19 +224,30 @@ def heat(picture: Tensor, attention: Tensor, top: float | None = None) -> np.nda
 
 
 def figure_pixels(figure: Figure) -> np.ndarray:
-    """A Figure -> uint8 (h, w, 3)."""
+    """A Figure -> uint8 (h, w, 4), clear where nothing is drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_dpi(DPI)
+    figure.set_facecolor("none")
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # letters that the font lacks are drawn as boxes
         canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return np.array(canvas.buffer_rgba())
 
 
 def png_of(pixels: np.ndarray) -> bytes:
-    """Pixels uint8 (h, w, 3) -> a PNG file. Its palette of 256 colors makes it two to three times smaller."""
+    """Pixels uint8 (h, w, 4) -> a PNG file, two to three times smaller by its palette: 240 colors, and 16 opacities of
+    the words' color for what is not opaque."""
+    colors = 256 - _OPACITIES
+    image = Image.fromarray(pixels[..., :3]).quantize(colors)
+    opacity = pixels[..., 3]
+    indices = np.where(opacity == 255, np.asarray(image), colors + opacity // _OPACITIES)
+    ink = [int(INK[i : i + 2], 16) for i in (1, 3, 5)]
+    palette = (image.getpalette() or [])[: 3 * colors]
+    image = Image.fromarray(indices.astype(np.uint8), "P")
+    image.putpalette([*palette, *[0] * (3 * colors - len(palette)), *ink * _OPACITIES])
+    clear = bytes([*[255] * colors, *range(0, 256, 255 // (_OPACITIES - 1))])
     file = io.BytesIO()
-    Image.fromarray(pixels).quantize(256).save(file, "PNG", optimize=True)
+    image.save(file, "PNG", optimize=True, transparency=clear)
     return file.getvalue()

@@ -15,7 +15,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.tracking import RESULTS
 from dino_ds.health.processes import RunLock
 from dino_ds.method.specs.own import known_terms, teachers_of, terms_of
-from dino_ds.report.charts import Metrics, read_metrics
+from dino_ds.report.charts import Metrics, curves_before, read_metrics
 
 T = TypeVar("T")
 MOST_OF_A_KIND = 50
@@ -29,8 +29,6 @@ _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "f
 """How a run has ended after the last event of these kinds; "" if it goes on."""
 _LARGEST_NUMBER = 1e100
 _BEST = "best_teacher.json"
-_TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
-"""Files that training writes after a hang, a bug and bad steps."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,14 @@ class Events:
         ended: finished, ended (by eval.stop_after), stopped, failed or "".
         incidents: in the order of the file, at most 50 of a kind.
         counts: number of all incidents by kind.
+        resumed: the steps at which the run was resumed.
     """
 
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: str = ""
     incidents: list[Incident] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
 
     def text(self, kind: str) -> str:
         """Return the line of the newest event of a kind without the first word, or ""."""
@@ -83,7 +83,6 @@ class RunFiles:
 
     Attributes:
         best: metric, value, start and step of the best teacher, {} without one.
-        traces: names of files with more about incidents.
         state: finished, stopped (before its length), failed, running or unfinished.
         notes: missing and broken parts of the folder.
     """
@@ -99,7 +98,6 @@ class RunFiles:
     evaluations: list[Evaluation] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
-    traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
     notes: list[str] = field(default_factory=list)
 
@@ -146,10 +144,16 @@ def read_run(path: Path) -> RunFiles:
         best = about.get("best")
         if isinstance(best, dict):
             run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
-    run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
+    marks = dict[str, list[float]]()
+    if resumed := events.resumed:
+        times = f" and {len(resumed) - 1} times before" if len(resumed) > 1 else ""
+        marks[f"resumed at step {resumed[-1]:,}{times}"] = [*map(float, resumed)]
     if origin := Origin.read(path):
-        run.metrics = replace(run.metrics, first_step=origin.first_step)
+        before = curves_before(origin)
+        run.metrics = replace(run.metrics, first_step=origin.first_step, before=before)
+        marks |= {f"stage begun at {origin.run}'s step {origin.step:,}": [float(origin.first_step)]} if before else {}
+    run.metrics = replace(run.metrics, marks=marks)
     return run
 
 
@@ -177,6 +181,8 @@ def read_events(path: Path) -> Events:
         except (ValueError, TypeError, KeyError, RecursionError):
             continue  # most often the line that was being written when the process ended
         events.newest[kind] = {**event, "line": line}
+        if kind == "resumed" and isinstance(step := event.get("step"), int) and step:
+            events.resumed.append(step)
         events.ended = _ENDS.get(kind, events.ended)
         if kind in LEVELS:
             events.counts[kind] = events.counts.get(kind, 0) + 1

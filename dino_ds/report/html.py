@@ -21,8 +21,8 @@ COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#13
 _INK = "#5c6776"
 _MOST_DOTS = 80
 _ROUND = [1, 2, 2.5, 5, 10]
-_LABEL = 13
-"""Height of a level's name, in points."""
+_LABEL, _LEVELS = 13, 118
+"""Height of a level's name and room for the longest, right of the chart, in points."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_PIXELS = 100_000_000
 _LONG_WORD = 28
@@ -30,21 +30,22 @@ _LONG_WORD = 28
 
 
 def chart_svg(chart: Chart) -> str:
-    """Draw a chart as an SVG element; "" if no line has a finite value."""
+    """Draw a chart as an SVG element; "" if no line has two finite values."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    if not any(len(line.curve.finite) for line in chart.lines):
+    if all(len(line.curve.finite) < 2 for line in chart.lines):
         return ""
     width, height = (340, 190) if chart.small else (520, 270)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "path.simplify": True}):
         figure = Figure(figsize=(width / 72, height / 72), frameon=False)
-        axes = figure.add_axes((52 / width, 22 / height, (width - 70) / width, (height - 42) / height))
+        wide = width - 52 - (_LEVELS if chart.levels else 18)
+        axes = figure.add_axes((52 / width, 22 / height, wide / width, (height - 42) / height))
         axes.patch.set_visible(False)
         axes.set_title("", y=1.0)  # else each drawing computes the title's position four times
         _plot(axes, chart)
-        axes.text(2 / width - 52 / (width - 62), 1.03, chart.unit, transform=axes.transAxes, color=_INK, style="italic")
+        axes.text(-50 / wide, 1.03, chart.unit, transform=axes.transAxes, color=_INK, style="italic")
         file = io.StringIO()
         FigureCanvasSVG(figure).print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = file.getvalue()
@@ -74,6 +75,8 @@ def _plot(axes: Any, chart: Chart) -> None:
     axes.set_xlim(*((min(ends), max(ends)) if min(ends) < max(ends) else (ends[0] - 1, ends[0] + 1)))
     for line in chart.lines:
         _draw_line(axes, line)
+    for x in {x for steps in chart.marks.values() for x in steps}:
+        axes.axvline(x, linestyle=(0, (1, 2)), color=COLORS[-1], linewidth=1.2)
     _draw_levels(axes, chart)
     _style(axes, chart.small, is_log)
 
@@ -95,9 +98,9 @@ def _draw_levels(axes: Any, chart: Chart) -> None:
     for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
         axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
         height_of_level = float(axes.transLimits.transform((0, value))[1])
-        room = max(room, height_of_level + 1.5 / height)
+        room = max(room, height_of_level)
         shown = f"{name} {number(value, 3)}"
-        axes.text(0.99, room, shown, transform=axes.transAxes, fontsize=7, ha="right", va="bottom", color=_INK)
+        axes.text(1.015, room, shown, transform=axes.transAxes, fontsize=7, va="center_baseline", color=_INK)
         room += _LABEL / height
 
 
@@ -147,7 +150,7 @@ def _environment() -> jinja2.Environment:
 
 
 def draw_chart(chart: Chart) -> str:
-    """Return the HTML of a chart with title and newest values, or "" if no line has a finite value."""
+    """Return the HTML of a chart with title and newest values, or "" if no line has two finite values."""
     svg = chart_svg(chart)
     lines = [line for line in chart.lines if len(line.curve.finite)]
     lost = sum(len(line.curve) - len(line.curve.finite) for line in lines)

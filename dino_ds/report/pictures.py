@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS: tuple[str, ...] = get_args(PictureKind)
-_OF_PATCHES, _OF_FEATURES = ("pca", "attention"), ("map", "neighbors")
+_HEADINGS = {
+    "pca": "below, the first three principal components of all their patches as red, green and blue",
+    "attention": "the CLS token attends most to the lightest patches",
+}
+_OF_PATCHES, _OF_FEATURES = tuple(_HEADINGS), ("map", "neighbors")
 _SHOWN, _BANK, _QUERIES, _NEIGHBORS = 4, 300, 6, 6
 _THUMBNAIL = 128
 _AT_ONCE = 32
@@ -85,7 +89,8 @@ def draw_pictures(
         for kind in chosen:
             of_patches = model.attention if kind == "attention" else model.patch_tokens
             drawn = draw.draw_attention if kind == "attention" else draw.draw_pca
-            yield kind, drawn(pictures, torch.cat([of_patches(image).float().cpu() for image in pixels.split(1)]))
+            values = torch.cat([of_patches(image).float().cpu() for image in pixels.split(1)])
+            yield kind, drawn(pictures, values, f"{len(pixels)} of {len(source):,} images; {_HEADINGS[kind]}")
             at_batch()
     if chosen := [kind for kind in _OF_FEATURES if kind in kinds]:
         bank = _Bank(model, source, value_range, device, at_batch)
@@ -145,7 +150,7 @@ class _Bank:
             at_batch()
         if len(indices) < 2:
             raise DataError("one image alone has no neighbors and no map: name two or more (--root DIR)")
-        self._features = torch.cat(features)
+        self._features, self._total = torch.cat(features), len(source)
         labels, classes = source.labels, source.classes
         known = [-1 if labels is None else labels[i] for i in indices]
         self._groups = [classes[label] if classes and label >= 0 else None for label in known]
@@ -154,7 +159,8 @@ class _Bank:
         points = draw.place(self._features)
         known = [group for group in self._groups if group is not None]
         groups = known if len(known) == len(self._groups) else None
-        return draw.draw_map(points, self._thumbnails, groups, f"t-SNE of {len(points)} images' features")
+        title = f"t-SNE of the features of {len(points)} of {self._total:,} images"
+        return draw.draw_map(points, self._thumbnails, groups, f"{title}; frames: classes" if groups else title)
 
     def draw_neighbors(self) -> Figure:
         """Draw the nearest images of some queries; a query is not its own neighbor."""
@@ -167,7 +173,9 @@ class _Bank:
             neighbors.append([self._thumbnails[i] for i, _ in others])
             captions.append([label or "", *[f"{cosine:.2f} {self._groups[i] or ''}" for i, cosine in others]])
             same_class.append([None if None in (label, other) else label == other for other in labels])
-        return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions, same_class)
+        bank = f"{len(self._features)} of {self._total:,} images"
+        heading = f"{len(queries)} images and the nearest by their features, of {bank}, with cosines"
+        return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions, same_class, heading)
 
 
 def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray]:
@@ -252,7 +260,7 @@ class PictureFiles:
             raise _not_written(self._folder, reason)
 
     def add(self, name: str, pixels: np.ndarray) -> None:
-        """Write a picture (h, w, 3). Raises ConfigError where it can't be written."""
+        """Write a picture (h, w, 4). Raises ConfigError where it can't be written."""
         path = self._folder / f"{name}.png"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

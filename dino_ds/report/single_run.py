@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds import __version__
-from dino_ds.basics.files import check_absent, replace_file
+from dino_ds.basics.files import check_absent, replace_file, why_not_writable
 from dino_ds.basics.formatting import duration, gib, nats, number, percent, short
 from dino_ds.basics.names import step_name
 from dino_ds.config.evaluation import margin_of_chance
@@ -36,7 +36,6 @@ from dino_ds.report.charts import (
     SHARE,
     Curve,
     Metrics,
-    Series,
     find_others,
     find_series,
     find_shares,
@@ -94,13 +93,11 @@ def run(options: ReportOptions) -> Result:
 def _check_out(page: Path, folder: Path) -> None:
     if page.suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {page} must end in .html")
-    where = page.parent
-    if where == folder and not where.is_dir():
+    is_missing = not page.parent.is_dir()
+    if is_missing and page.parent == folder:
         return  # read_run reports it
-    if not where.is_dir() or not os.access(where, os.W_OK | os.X_OK) or page.is_dir():
-        raise ConfigError(
-            f"{page} can't be written: {where} is not a folder that one may write to; name another with --out"
-        )
+    if is_missing or page.is_dir() or why_not_writable(page):
+        raise ConfigError(f"{page} can't be written: {page.parent} is not a writable folder; name another with --out")
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -169,6 +166,11 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
     tests = next((e.about.get("test_images", 0) for e in run.evaluations if e.name == "knn"), 0)
     noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
+    if bar > 100 - noise:
+        return "odd", (
+            f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. "
+            "Ask about classes that are harder to tell apart (--eval.root)."
+        )
     if knn["best"] <= bar + noise:
         chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
         return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."
@@ -240,11 +242,10 @@ def draw_run(run: RunFiles) -> str:
         verdict=verdict,
         bars_of_knn=_knn_bars(facts["knn"] or {}),
         alarms=_alarms(run),
-        cards=_cards(facts),
+        cards=_cards(facts, run.environment.get("devices") == "cpu"),
         **_charts(run.metrics),
         pictures=_load_pictures(run),
         evaluations=_evaluations(run.evaluations),
-        memory=_memory(run, facts),
         settings=changed_settings(run),
         incidents=_incidents(run),
         most_of_a_kind=MOST_OF_A_KIND,
@@ -285,42 +286,36 @@ def _alarms(run: RunFiles) -> list[str]:
     return [f"{incident.line} ({incident.time}{times[kind]})" for kind, incident in newest.items()]
 
 
-def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
     """Return title, value and explanation of six figures: six fill rows of six, three and two."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     since = f" since step {number(facts['first_step'])}" if facts["first_step"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait, entropy = facts["data_wait_fraction"], facts["teacher_entropy"]
     parts = "" if entropy is None else f"entropy {nats(entropy)} + KL {nats(facts['kl'])}"
+    # A resident set holds what evaluations took too.
+    without = ", without evaluations" if on_cpu else ""
     return [
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{since}{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
         ("loss", nats(facts["loss"]), parts),
         ("speed", number(facts["images_per_second"], 3), "images per second, the mean"),
         ("waiting for data", "–" if wait is None else f"{100 * wait:.0f} %", "of the time"),
-        ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
+        ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}{without}"),
     ]
 
 
 def _charts(metrics: Metrics) -> dict[str, Any]:
-    """Draw the charts in the order of the page; curves that never change become text."""
-    small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
-    drawn = [series for series in small if not series.curve(metrics).constant]
+    """Draw the charts in the order of the page; small ones of curves that change."""
+    drawn = [one for one in find_series(metrics) if not one.curve(metrics).constant]
     large = {
         "learning": [knn_chart(metrics), loss_chart(metrics)],
         "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
     }
     return {
         **{name: [svg for chart in charts if (svg := draw_chart(chart))] for name, charts in large.items()},
-        "others": [draw_chart(series.chart(metrics)) for series in drawn],
-        "constants": [_constant(series, metrics) for series in small if series not in drawn],
+        "others": [svg for series in drawn if (svg := draw_chart(series.chart(metrics)))],
     }
-
-
-def _constant(series: Series, metrics: Metrics) -> str:
-    unit = f" {series.unit}" if series.unit in ("s", "GiB", "nats") else ""
-    title = series.title if series.title[1:2].isupper() else f"{series.title[0].lower()}{series.title[1:]}"
-    return f"{title} {number(series.curve(metrics).last)}{unit}"
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
@@ -384,24 +379,13 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the bars of predicted and measured memory, or None if one of them is unknown."""
-    measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
-    if not measured or not predicted:
-        return None
-    return {
-        "bars": [("predicted", gib(predicted), [(2, predicted)]), ("measured", gib(measured), [(1, measured)])],
-        "most": max(measured, predicted),
-        "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
-    }
-
-
 def _incidents(run: RunFiles) -> dict[str, Any]:
     events = run.events
     return {
         "header": ("UTC", "", ""),
         "rows": [
-            (event.time, Tag(event.kind, f"incident {LEVELS[event.kind]}"), event.line) for event in events.incidents
+            (each.time, Tag(each.kind, f"incident {LEVELS[each.kind]}"), each.line.removeprefix(each.kind).lstrip())
+            for each in events.incidents
         ],
         "counts": "; ".join(f"{name} {number(count)}" for name, count in events.counts.items()),
         "most": max(events.counts.values(), default=0),

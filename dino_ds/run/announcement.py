@@ -47,7 +47,7 @@ def announce(
     if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
-        shown.append(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+        shown.append(Event(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}", step=done))
     shown += [
         f"warning  {text}"
         for text in [
@@ -58,7 +58,8 @@ def announce(
     ]
     texts = [*notes, *balanced]
     room = max(0, _MOST_LINES - len(shown))
-    more = f"{len(texts) - room} more notes and " if len(texts) > room else ""
+    hidden = len(texts) - room
+    more = "" if hidden <= 0 else f"{hidden} more note{'s' if hidden > 1 else ''} and "
     details = [
         f"batch    global batch {batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks "
         f"{given_batch[2]}; {run.options.epoch_steps} steps an epoch",

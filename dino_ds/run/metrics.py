@@ -159,7 +159,7 @@ class RunLog:
             self._tell(rounded)
 
     def picture(self, name: str, image: Tensor, step: int) -> None:
-        """Write an RGB image (3, h, w), in [0, 1] or uint8, to TensorBoard."""
+        """Write an image (3 or 4, h, w), in [0, 1] or uint8, to TensorBoard."""
         self._show("add_image", name, image, step)
 
     def _append(self, file: FileIO, line: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
@@ -76,9 +75,7 @@ def export_timm(model: Backbone, out: Path) -> str:
 def export_onnx(model: Backbone, out: Path) -> str:
     """Write an ONNX file by PyTorch's exporter, of the network as timm builds it: images (batch, channels, side, side),
     normalized -> features (batch, width). Its metadata say how images are prepared. Raises ConfigError for a network
-    that timm does not know, and without the packages of ONNX."""
-    if importlib.util.find_spec("onnxscript") is None:
-        raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
+    that timm does not know."""
     import timm
 
     about = timm_config(model)["pretrained_cfg"] | {"value_range": model.value_range}

@@ -193,7 +193,7 @@ def test_hidden_patches_are_gray(folder):
             changed = np.any(np.array(a) != np.array(b), axis=2)
             assert changed.any() == (number < 2)
             assert (np.array(b)[changed] == [124, 116, 104]).all()
-    assert look_data._title(recipes[1]).endswith("masks dinov2") and "masks" not in look_data._title(recipes[0])
+    assert look_data._crops(recipes[1]).endswith("masks dinov2") and "masks" not in look_data._crops(recipes[0])
 
 
 WRITING = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -339,6 +340,8 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
     monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
     (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
     assert line == "--out b does not end in .onnx, as such files must: rename it"
+    if not importlib.util.find_spec("onnxscript"):
+        assert errors("export", "a", "--format", "onnx") == ["onnxscript is not installed: pip install 'dino_ds[onnx]'"]
     (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
     assert line == "--out b does not end in .safetensors, as such files must: rename it"
     (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))
@@ -443,13 +446,13 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(tmp_path: Path):
         "import sys\nfrom dino_ds.cli.main import main\n"
         "nowhere = 'train --data.root nowhere'\n"
         "for words in ('', '--help', 'train --help', 'train --epoch 3', nowhere, f'{nowhere} --ds_config nope.json', "
-        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3'):\n"
+        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3', 'eval nowhere/run'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"
         "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
-    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 6 + "heavy []\n")
+    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 6 + "exit 3\nheavy []\n")
 
 
 def test_a_machine_that_surely_lacks_fp16_does(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -29,6 +30,7 @@ from dino_ds.report.draw import (
     patch_colors,
     picture_of,
     place,
+    png_of,
 )
 from dino_ds.report.html import COLORS, _plot, chart_svg
 from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
@@ -52,8 +54,14 @@ def _shown(figure):
 def test_figures_show_everything(pictures):
     assert pictures.min() >= 0 and pictures.max() <= 1 and pictures.shape == (2, 32, 32, 3)
     attention = torch.rand(2, 3, 4, 4)
-    shown, words = _shown(draw_attention(pictures, attention))
-    assert words == ["image", "head 0", "head 1", "head 2"]
+    shown, words = _shown(
+        draw_attention(
+            pictures,
+            attention,
+            "2 of 9 images; light is much and dark is little attention, in words that fill two lines",
+        )
+    )
+    assert words[2:] == ["image", "head 0", "head 1", "head 2"] and " ".join(words[:2]).endswith("fill two lines")
     expected = [
         one
         for picture, maps in zip(pictures, attention, strict=True)
@@ -70,7 +78,10 @@ def test_the_frame_of_a_neighbor_says_whether_it_is_of_the_class(pictures):
     figure = draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
     colors = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
     assert len(colors) == 2 and colors[0][2] > colors[0][0] and colors[1][0] > colors[1][2]
-    assert _shown(figure)[1] == ["blue: same class", "1", "2", "3", "q", "a", "b", "c"]
+    assert (
+        _shown(figure)[1][-7:] == ["image", "1", "2", "3", "q", "a", "b", "c"][1:]
+        and "blue the same" in _shown(figure)[1][0]
+    )
     assert _shown(draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
 
 
@@ -84,9 +95,19 @@ def test_pictures_keep_their_shape_and_place():
     sheet = Sheet(1, 2)
     sheet.put(0, 1, np.zeros((10, 20, 3)))
     pixels = figure_pixels(sheet.figure)
-    rows, columns = np.nonzero((pixels < 50).all(axis=-1))
+    rows, columns = np.nonzero((pixels[..., :3] < 50).all(axis=-1))
     assert abs((np.ptp(columns) + 1) / (np.ptp(rows) + 1) - 2) < 0.05
     assert columns.min() > pixels.shape[1] / 2
+
+
+def test_words_are_read_on_any_page_and_the_ground_is_clear():
+    """Of a PNG file with a palette: colors of pictures stay, words have one color, what is not drawn is clear."""
+    sheet = Sheet(1, 2, heading="words")
+    sheet.put(0, 0, np.full((10, 10, 3), (1.0, 0.0, 0.0)))
+    pixels = figure_pixels(sheet.figure)
+    again = np.asarray(Image.open(io.BytesIO(png_of(pixels))).convert("RGBA")).astype(int)
+    assert np.abs(again[..., 3] - pixels[..., 3]).max() < 17 and again[-20, -20, 3] == 0
+    assert {tuple(color) for color in again[again[..., 3] > 0][:, :3].tolist()} == {(255, 0, 0), (0x72, 0x7C, 0x8B)}
 
 
 @pytest.mark.slow
@@ -124,7 +145,8 @@ def test_all_values_lie_inside_of_the_chart_s_axes(values, zero, log):
         assert low <= min(values) and max((*values, *levels.values())) <= high and (not zero or low <= 0 <= high)
         assert len({text.get_position()[1] for text in axes.texts}) == len(levels)  # names don't overlap
         assert_inside(chart_svg(chart))
-    assert chart_svg(Chart("a", "", [Line("a", Curve(x[:1], np.array([np.nan])))], {})) == ""
+    for few in ([np.nan], [1.0], [1.0, np.nan]):  # a single point is no curve
+        assert chart_svg(Chart("a", "", [Line("a", Curve(x[: len(few)], np.array(few)))], {})) == ""
     assert ">0.0002<" in chart_svg(Chart("a", "", [Line("a", Curve(x[:2], np.array([1e-4, 4e-4])))], {}))
 
 
@@ -228,7 +250,7 @@ def test_neighbors_have_their_class_and_no_image_is_its_own(pictured, tmp_path, 
     shown, plain = [], draw.draw_neighbors
     monkeypatch.setattr(draw, "draw_neighbors", lambda *given: shown.extend(given) or plain(*given))
     _run(pictured, only="neighbors", out=str(tmp_path))
-    queries, found, captions, same_class = shown
+    queries, found, captions, same_class, _ = shown
     assert len(queries) == 6 and [len(row) for row in found] == [6] * 6
     for query, row, texts, same in zip(queries, found, captions, same_class, strict=True):
         assert same == [text.split()[1] == texts[0] for text in texts[1:]]
@@ -287,5 +309,5 @@ def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
     """As --out=~/pictures comes: the shell leaves it as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    PictureFiles("a.safetensors", "~/pictures", ()).add("empty", np.zeros((1, 1, 3), dtype=np.uint8))
+    PictureFiles("a.safetensors", "~/pictures", ()).add("empty", np.zeros((1, 1, 4), dtype=np.uint8))
     assert [path.name for path in tmp_path.rglob("*.png")] == ["empty.png"] and not (tmp_path / "~").exists()

@@ -74,7 +74,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
         *("finished", "vit_small_patch16_224, patch 8, width 32", "2,880 images of photos", "epoch 2"),
         "start: untrained 62.0 % best, step 50 78.2 % newest, step 100 76.2 % raw pixels 35.3 % chance",
         *("10 s", "640", "raw pixels 35.3"),
-        *("predicted 0.70 GiB measured 0.80 GiB", "largest resident set of rank 0: on a CPU"),
+        "peak memory 0.80 GiB predicted 0.70 GiB, without evaluations",
         *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "birds/test, 2,880 training, 936 test"),
         "torchrun --nproc_per_node 2 dino_ds/train.py --config",
         *("Waiting for data 20", "teacher at step 100 76.2", "entropy of the targets: the floor 2.08"),
@@ -95,6 +95,12 @@ def test_the_page_has_every_part(tmp_path, capsys):
         ((20, 80.0, 50.0), 0, "odd", "Falls since step 50: k-NN was 80.0 %, and is 50.0 % at step 100; next time keep"),
         ((62, 61.0, 62.5), 0, "odd", "Not yet learned: k-NN is 62.5 % at step 100, beside 62.0 %"),
         ((20, 25.0, 30.0), 0, "odd", "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %"),
+        (
+            (100, 100, 99.5),
+            0,
+            "odd",
+            "Whether it has learned can't be told: k-NN is 99.5 % at step 100, beside",
+        ),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
         ((), 0, "odd", "Whether it has learned is not known: no labeled images"),
         ((62, 99, 99.9), 0.9, "odd", "Whether it has learned is not known: 90% of the test images looked at are train"),
@@ -150,12 +156,23 @@ def test_the_figures_of_a_page_have_one_base(tmp_path, capsys, stage, resumed):
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_measured_memory_is_a_share_of_the_plan_on_a_gpu_alone(tmp_path):
-    """A resident set holds more than any plan of a step: a share of it would say nothing."""
-    folder = make_run(tmp_path / "run")
-    path = folder / "environment.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "devices": "NVIDIA H200"}))
-    assert "Measured is 114 % of the prediction" in draw_run(read_run(folder))
+def test_a_run_its_stages_and_resumes_are_one_story(tmp_path):
+    """Of a stage of a stage: curves of the runs before, each up to its checkpoint, in steps of the last; marks."""
+    origin = tmp_path / "a", "ab", 60
+    make_run(origin[0])
+    for start, first, run_id in (("continue", 60, "ac"), ("restart", 0, "ad")):
+        folder = make_run(tmp_path / start, Event("resumed  at", step=first + 20), recipe={"stage_start": start})
+        came = {"run": str(origin[0]), "run_id": origin[1], "step": origin[2], "stage_start": start}
+        (folder / "environment.json").write_text(json.dumps({"run_id": run_id, "from": came}))
+        _write_metrics(folder, knn(first, 60.0), *map(record, (first + 10, first + 20)))
+        origin = folder, run_id, 80
+    before = read_run(tmp_path / "continue").metrics.before["loss"]
+    metrics = read_run(tmp_path / "restart").metrics
+    assert before.x.tolist() == [10, 20, 30, 40, 50, 60] and metrics.before["loss"].x.tolist() == [*range(-70, 1, 10)]
+    assert metrics.before["knn_top1"].x.tolist() == [-80, -30, -20]
+    assert [*metrics.marks.values()] == [[20], [0]]
+    text = _report(tmp_path / "restart").text
+    assert "dotted: resumed at step 20, stage begun at" in text and "before the stage" in text
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -350,12 +367,14 @@ def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
     for i, line in enumerate(lines):
         if "loss" in line:
             parts = {key: value * (1 + i / 100) for key, value in {**own, "toy_kl": 0.5}.items()}
-            lines[i] = {"step": line["step"], "loss": line["loss"], **parts, "lr": line["lr"]}
+            lines[i] = {"step": line["step"], "loss": line["loss"], **parts, "lr": line["lr"], "val_loss": 3.0 + i}
     _write_metrics(folder, *lines)
+    write_events(folder, Event("warning  something"))
     run = read_run(folder)
     page = draw_run(run)
-    titles = "Loss, the weighted sum of all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "spread"
-    for title in titles:
+    assert "warning</span></td><td>something" in page  # the kind once
+    titles = "Loss, the weighted sum of all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "Spread"
+    for title in (*titles, "Loss, held-out images"):
         assert page.count(f"<figcaption><b>{title}</b>") == 1, title
     assert {key for key in summarize(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
 
