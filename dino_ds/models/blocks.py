@@ -229,10 +229,8 @@ class BlockNorm(nn.LayerNorm):
         return low and not torch.is_grad_enabled() and fuses_in_block(x)
 
     def of_sum(self, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x plus the branch, times gamma if given, and its norm."""
-        found: tuple[Tensor, Tensor] = _summed_and_normed(
-            x, branch, gamma, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type)
-        )
+        """x plus the branch, times gamma if given, and its norm in the branch's dtype."""
+        found: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, self.weight, self.bias, self.eps)
         return found
 
 
@@ -243,10 +241,10 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dt
 
 @fused(kernels=1, x=2, branch=2)
 def _summed_and_normed(
-    x: Tensor, branch: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, branch: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     x = x + (branch if gamma is None else branch * gamma)
-    return x, F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(dtype)
+    return x, F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(branch.dtype)
 
 
 class Mlp(nn.Module):

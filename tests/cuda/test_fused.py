@@ -45,7 +45,7 @@ S, N, HEADS, D = 20, 201, 16, 1024  # a part of the global crops of DINOv3 ViT-L
 TOKENS, KEPT, SCALES, PIECE, TABLE = (S * N, D), range(S * N), (S * N, 1), (S, N, HEADS, 64), (2, N - 5, 32)
 IN_BLOCKS = [
     (blocks._normed, TOKENS, (D,), (D,), 1e-6, torch.float32),
-    (blocks._summed_and_normed, TOKENS, TOKENS, (D,), (D,), (D,), 1e-6, torch.float32),
+    (blocks._summed_and_normed, TOKENS, TOKENS, (D,), (D,), (D,), 1e-6),
     (positions.write_rotated, (S, N, 3, HEADS, 2, 32), [PIECE] * 3, TABLE, 2, False),
     (positions.write_rotated, (S, N, 2, HEADS, 2, 32), [PIECE] * 2, TABLE, 1, True),
     (positions.write_rotated, (S, 1, 2, HEADS, 2, 32), [(S, 1, HEADS, 64)] * 2, TABLE, 1, True),
