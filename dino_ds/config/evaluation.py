@@ -177,5 +177,7 @@ def eval_problems(section: EvalSection, data: DataSection, objective: ObjectiveS
     if section.patience and not section.every.value:
         wrong.append(f"eval.stop_after {section.patience} has no effect with eval.every 0 steps: leave it out")
     if section.most_drift and not objective.preserve_weight:
-        wrong.append("eval.stop_after drift needs objective.preserve_weight, which measures it: give one, or 'none' here")
+        wrong.append(
+            "eval.stop_after drift needs objective.preserve_weight, which measures it: give one, or set it none"
+        )
     return wrong

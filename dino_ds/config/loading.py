@@ -377,7 +377,7 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_shares(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace each length such as "10 %", also at the end of a ramp, by that part of the run's length, if it is valid."""
+    """Replace each length such as "10 %", also that of a ramp, by that part of the run's length, if it is valid."""
     with suppress(ValueError):
         length = Length.parse(values.get("length", Recipe.model_fields["length"].default))
         for name in values.keys() - {"length"}:

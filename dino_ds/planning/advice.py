@@ -130,7 +130,8 @@ class Way:
     """A way to features of one's images: what it `gave` in the study of docs/continue.md, and the words of the command,
     none for the advised one.
 
-    images: how many the command shows the network. seconds: of a CPU core, for an image.
+    images: how many the command shows the network. seconds: of a CPU core, for an image, measured on one machine; to
+    teach with the largest crops that are advised, of 96 pixels.
     """
 
     name: str

@@ -168,7 +168,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
         lines += textwrap.wrap(f"{start}{row['why']}", _WIDTH, subsequent_indent=" " * 47, break_on_hyphens=False)
     lines += ["", result["command"], ""]
     for way in result["ways"]:
-        start = f"{way['way']:<14} {max(1, way['minutes']):,.0f} min of a core"
+        start = f"{way['way']:<14} about {max(1, way['minutes']):,.0f} min of a core"
         lines += textwrap.wrap(f"{start:<46} {way['gave']}", _WIDTH, subsequent_indent=" " * 47)
         lines += [f"  {way['command']}" if way["command"] != result["command"] else "  the command above"]
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])

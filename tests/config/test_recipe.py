@@ -310,7 +310,7 @@ def test_lengths_in_steps_of_real_data(text: str, steps: int):
 
 
 def test_a_length_may_be_a_share_of_the_run(write):
-    """Of a file or the command line, whatever the order; of each length but the run's own, of ramps, of no other key."""
+    """Of a file or the command line, whatever the order; of each length but the run's own, ramps', of no other key."""
     path = write("optimizer: {warmup: 10 %}\neval: {every: 12.5%}\nsave_every: 50 %\ndata: {root: 5 %}\n")
     recipe = load_recipe(path, {"length": "16000 images", "model.freeze_backbone": "3.3 %", "model.init_from": "x"})
     lengths = recipe.optimizer.warmup, recipe.eval.every, recipe.save_every, recipe.model.freeze_backbone
