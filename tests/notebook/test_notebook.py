@@ -34,7 +34,7 @@ SMALLER = {
     "max_steps=300": "max_steps=2",
     '"150 steps"': '"0 steps", "data.workers": "0"',
     "3200 images": "128 images",
-    '"50 %"': '"0 steps", "data.workers": "0"',
+    '"25 steps"': '"0 steps", "data.workers": "0"',
     "dino_ds.embed(run)\n": "dino_ds.embed(run, workers=0)\n",
     "k=10)": "k=10, workers=0)",
     "len(source), 4)": "len(source), 40)",
