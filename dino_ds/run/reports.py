@@ -104,7 +104,7 @@ class SpreadAlarm(_Alarm):
 
 _DRIFT = "preserve_loss"
 FAR = 0.1
-"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.05, without
+"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.02, without
 its weight on this distance 0.14 was reached, where ridge was below the start (docs/notes/continue.md)."""
 
 
