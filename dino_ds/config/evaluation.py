@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.config.fields import (
     AutoLength,
     Count,
+    Drift,
     Length,
     LengthField,
     PathText,
@@ -21,7 +23,7 @@ from dino_ds.config.fields import (
     option,
     split_words,
 )
-from dino_ds.config.sections import DataSection
+from dino_ds.config.sections import DataSection, ObjectiveSection
 
 
 class EvaluationEntry(NamedTuple):
@@ -84,12 +86,23 @@ def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 
 
-def _without_unit(value: object) -> object:
-    """The number in "5 evaluations"."""
-    return re.sub(r"\s*evaluations?\s*$", "", value) if isinstance(value, str) else value
+def _parse_end(value: object) -> object:
+    """The number in "5 evaluations", the distance in "drift 0.1". Raises ValueError for a distance that can't be."""
+    if not isinstance(value, str):
+        return value
+    if match := re.fullmatch(r"\s*drift\s+(\S{1,12})\s*", value):
+        with suppress(ValueError):
+            if 0 < (limit := float(match[1])) < 2:
+                return Drift(limit)
+        raise ValueError(f"{value!r} is not a distance: write 'drift 0.1', more than 0 and less than 2")
+    return re.sub(r"\s*evaluations?\s*$", "", value)
 
 
-EvaluationCount = Annotated[Count | None, BeforeValidator(_without_unit)]
+RunEnd = Annotated[
+    Count | Drift | None,
+    BeforeValidator(_parse_end),
+    PlainSerializer(lambda end: str(end) if isinstance(end, Drift) else end),
+]
 
 
 class EvalSection(Section):
@@ -106,8 +119,10 @@ class EvalSection(Section):
     keep_best: KeepBest = option(
         "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto: knn if it is evaluated, else none"
     )
-    stop_after: EvaluationCount = option(
-        None, "the run ends after so many evaluations without a better value of keep_best's metric; none: at its length"
+    stop_after: RunEnd = option(
+        None,
+        "the run ends after so many evaluations without a better value of keep_best's metric, or, by 'drift 0.1', once "
+        "preserve_loss is above that; none: at its length",
     )
     val_root: PathText | None = option(None, "images without labels for val_loss, the held-out loss, as data.root")
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
@@ -118,7 +133,17 @@ class EvalSection(Section):
     )
     pictures_every: AutoLength = option("auto", "length between pictures; auto: six times a run; 0 steps: never")
     idle: ClassVar = {"eval.every 0": "eval.keep_best"}
-    refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share eval.stop_after"}
+    refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share"}
+
+    @property
+    def patience(self) -> int | None:
+        """Number of evaluations without progress after which the run ends, None for never."""
+        return None if isinstance(self.stop_after, Drift) else self.stop_after
+
+    @property
+    def most_drift(self) -> float | None:
+        """The distance to the start's features above which the run ends, None for any."""
+        return self.stop_after.limit if isinstance(self.stop_after, Drift) else None
 
     @property
     def holds_out(self) -> bool:
@@ -131,7 +156,7 @@ def margin_of_chance(images: float) -> float:
     return 100 / math.sqrt(images)
 
 
-def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
+def eval_problems(section: EvalSection, data: DataSection, objective: ObjectiveSection) -> list[str]:
     """Settings that contradict each other, or could never have an effect."""
     wrong, metric = [], section.keep_best
     if section.k > section.bank_images:
@@ -147,6 +172,12 @@ def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
         wrong.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
     if evaluation not in (None, "knn") and section.evals == "auto":
         wrong.append(f"eval.keep_best {metric} needs --eval.evals {evaluation}: auto is knn alone")
-    if section.stop_after and metric == "none":
+    if section.patience and metric == "none":
         wrong.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
+    if section.patience and not section.every.value:
+        wrong.append(f"eval.stop_after {section.patience} has no effect with eval.every 0 steps: leave it out")
+    if section.most_drift and not objective.preserve_weight:
+        wrong.append(
+            "eval.stop_after drift needs objective.preserve_weight, which measures it: give one, or set it none"
+        )
     return wrong

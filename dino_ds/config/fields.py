@@ -113,6 +113,16 @@ class Ramp:
         return self.start > 0 or bool(self.end)
 
 
+@dataclass(frozen=True)
+class Drift:
+    """A distance of features to those of the weights that a run started from, as preserve_loss measures it."""
+
+    limit: float
+
+    def __str__(self) -> str:
+        return f"drift {_exact(self.limit)}"
+
+
 def _exact(number: float) -> str:
     """A short text of a number that is read back as exactly the same number."""
     short = f"{number:g}"

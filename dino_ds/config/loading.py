@@ -384,12 +384,13 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_shares(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace each length such as "10 %" by that part of the run's length, if this is valid."""
+    """Replace each length such as "10 %", also that of a ramp, by that part of the run's length, if it is valid."""
     with suppress(ValueError):
         length = Length.parse(values.get("length", Recipe.model_fields["length"].default))
         for name in values.keys() - {"length"}:
-            if "length" in schema.options_of(Recipe)[name].type.split(" or "):
-                values[name] = length.share(values[name]) or values[name]
+            kinds, (ramp, over, text) = schema.options_of(Recipe)[name].type, str(values[name]).rpartition("over ")
+            if ("weight" if over else "length") in kinds.split(" or ") and (share := length.share(text)):
+                values[name] = f"{ramp}{over}{share}"
     return values
 
 

@@ -92,7 +92,7 @@ class Recipe(Section):
         checks: dict[Callable[..., list[str]], tuple[str, ...]] = {
             crop_problems: ("crops", "model"),
             channel_problems: ("data", "model"),
-            eval_problems: ("eval", "data"),
+            eval_problems: ("eval", "data", "objective"),
         }
         problems = name_problems(self)
         for check, names in checks.items():

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from dino_ds.basics.names import as_written, did_you_mean
-from dino_ds.config.fields import Length, Ramp, Section
+from dino_ds.config.fields import Drift, Length, Ramp, Section
 
 Options = TypeVar("Options")
 COMMAND_LINE = "command line"
@@ -25,7 +25,7 @@ COMMAND_LINE = "command line"
 NONE_WORDS = ("none", "null")
 _NO_TERMS = ", objective.terms {}"
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list of text"}
-_WORDS |= {types.NoneType: "none", Length: "length", Ramp: "weight"}
+_WORDS |= {types.NoneType: "none", Length: "length", Ramp: "weight", Drift: "drift"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 _WANTED = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}

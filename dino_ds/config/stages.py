@@ -367,7 +367,9 @@ def check_may_begin(run_dir: Path, resume: Resume) -> None:
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
     """The error for --resume with a folder that holds no run."""
-    where = f" on {socket.gethostname()}" if "LOCAL_RANK" in os.environ else ""  # it may be another machine's folder
+    where = (
+        f" on {socket.gethostname()}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    )  # it may be another machine's folder
     why = f"nothing to resume: {run_dir} holds no run{where}"
     return CheckpointError(f"{why}; start without --resume, or fix --run_dir{near_run(run_dir)}")
 

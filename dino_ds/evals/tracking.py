@@ -86,7 +86,7 @@ class Best:
         if metric == "auto":
             metric = "knn" if "knn" in names else "none"
         if metric == "none":
-            if section.stop_after:
+            if section.patience:
                 raise ConfigError(
                     "eval.stop_after needs a metric, and without labeled test images there is no k-NN: name images "
                     "(--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
@@ -97,7 +97,7 @@ class Best:
                 f"eval.keep_best {metric} needs labeled test images: name some (--eval.root FOLDER), or hold some out "
                 "(--eval.val_share 0.1, of class folders)"
             )
-        return Best(metric, section.stop_after)
+        return Best(metric, section.patience)
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""

@@ -45,6 +45,7 @@ def loop_options(
         teacher_groups=tuple(group.name for group in recipe.groups if recipe.teacher.taught_by in group.teachers),
         predicted_gib=predicted_gib,
         part_ends=dict(zip((place for place, _ in parts), ends, strict=True)),
+        most_drift=recipe.eval.most_drift,
     )
 
 

@@ -48,6 +48,7 @@ class Loop:
             except NumericError:  # all ranks raise it
                 self._log.info(*self._saver.saving.finish())
                 raise
+        self._log.info(*[f"ended    {self._reports.ended}"] * bool(self._reports.ended))
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
 
@@ -62,7 +63,8 @@ class Loop:
             self._log.info(*self._saver.save_best())
 
     def _finished(self) -> bool:
-        return self._run.evaluations is not None and bool(self._run.evaluations.finished())
+        evaluations = self._run.evaluations
+        return bool(self._reports.ended) or (evaluations is not None and bool(evaluations.finished()))
 
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
@@ -112,6 +114,7 @@ class Loop:
         last = done == run.options.last_step
         if last or done % run.options.log_every == 0:
             self._reports.write(out)
+            last = last or bool(self._reports.ended)
         else:
             self._reports.foretell()
             if done == 1:

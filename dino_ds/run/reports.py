@@ -104,18 +104,23 @@ class SpreadAlarm(_Alarm):
 
 _DRIFT = "preserve_loss"
 FAR = 0.1
-"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.05, without
+"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.02, without
 its weight on this distance 0.14 was reached, where ridge was below the start (docs/notes/continue.md)."""
 
 
 class DriftAlarm:
-    """Warns of features that leave those of the weights that a run started from: this needs no labels."""
+    """Warns of features that leave those of the weights that a run started from: this needs no labels.
 
-    def __init__(self) -> None:
-        self._on = False
+    `ended` says why the run ends: the distance is above `most`, if this is not None. "" before.
+    """
+
+    def __init__(self, most: float | None = None) -> None:
+        self._on, self._most, self.ended = False, most, ""
 
     def look(self, step: int, distance: float) -> str:
         """The warning when the distance comes above FAR, else "". `distance` is the mean since the last line."""
+        if self._most is not None and distance > self._most:
+            self.ended = f"eval.stop_after: preserve_loss {distance:.3f} is above {self._most:g}"
         was_on, self._on = self._on, distance > FAR
         if was_on or not self._on:
             return ""
@@ -285,7 +290,7 @@ class Reports:
             for entropy in objective.entropies
         ]
         self._collapse += [((name,), SpreadAlarm(name, warmup)) for name in objective.spreads]
-        self._drift = DriftAlarm()
+        self._drift = DriftAlarm(run.options.most_drift)
 
     def begin(self) -> None:
         """Begin to measure speed: training starts or continues now."""
@@ -335,6 +340,11 @@ class Reports:
             part = f"{means['constant_images']:.2%}"
             self._log.info(f"warning  {part} of the images are of one color (constant_images of metrics.jsonl)")
         self._log.info(*filter(None, texts))
+
+    @property
+    def ended(self) -> str:
+        """Why the run ends before its last step, or ""."""
+        return self._drift.ended
 
     def finish(self) -> None:
         """Write the metrics of a run that ends between two lines, so that it ends at the step that is saved."""

@@ -101,7 +101,8 @@ class LoopOptions:
 
     images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
     None to let `SaveClock` decide. teacher_groups: names of the crop groups whose outputs are the targets.
-    predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
+    predicted_gib: of a rank, or None. part_ends: by source, images up to its last. most_drift: the distance to the
+    start's features above which the run ends, or None.
     """
 
     seed: int
@@ -115,6 +116,7 @@ class LoopOptions:
     teacher_groups: tuple[str, ...]
     predicted_gib: float | None
     part_ends: Mapping[str, int] = field(default_factory=dict)
+    most_drift: float | None = None
 
 
 @dataclass(frozen=True)

@@ -268,11 +268,11 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     arch, size = architecture_of(weights.backbone, stated or heads)
     notes = []
     if not stated and heads is None:
-        notes = [f"no file says its attention heads: taken for {arch.heads}, usual for this width and depth"]
+        notes = [f"no file says how many attention heads it has: {arch.heads} are assumed, usual for this size"]
     if arch.rope is not None:
         arch, size = _with_facts(arch, about)
         if "image_size" not in about:
-            notes.append(f"no file says the size of its images: taken for {size} pixels")
+            notes.append(f"no file says the size of its images: {size} pixels are assumed")
     eps = about.get("layer_norm_eps", arch.norm_eps)
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise CheckpointError(f"config.json: layer_norm_eps {str(eps)[:20]} is not a number above 0 and below 1")

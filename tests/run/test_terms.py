@@ -168,9 +168,22 @@ def test_a_run_begins_at_no_distance_and_is_kept_near(started, tmp_path):
     ]
 
 
+def test_a_run_that_leaves_its_start_ends_saved_if_asked(started, tmp_path):
+    run, end = tmp_path / "run", {"eval.stop_after": "drift 0.05", "log_every": "2"}
+    changes = KEEP | end | {"model.init_from": str(started / "start"), "save_every": "0 steps"}
+    assert run_on_ranks(train_tiny, started / "images", run, "zero2_fp32.json", changes=changes) == [None, None]
+    log = log_of(run)
+    assert log.count("ended    eval.stop_after: preserve_loss 0.") == 1 and "done     step 4 of 12" in log
+    assert (run / "checkpoints/step_00000004").is_dir() and "drift 0.05" in (run / "config.yaml").read_text()
+
+
 def test_without_a_start_it_is_refused():
     with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
         load_recipe(None, {"objective.preserve_weight": "1"})
+    with pytest.raises(ConfigError, match=r"stop_after drift needs objective\.preserve_weight, which measures it"):
+        load_recipe(None, {"eval.stop_after": "drift 0.1"})
+    with pytest.raises(ConfigError, match=r"'drift 3' is not a distance: write 'drift 0\.1', more than 0 and less"):
+        load_recipe(None, {"eval.stop_after": "drift 3"})
 
 
 def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
