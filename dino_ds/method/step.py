@@ -19,7 +19,7 @@ from dino_ds.basics.ranges import named_range
 from dino_ds.config.crops import CropGroup, Masks, student_masks
 from dino_ds.engine.distributed import RankFlags, rank, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
+from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES
 from dino_ds.engine.schedules import Schedules, ScheduleValues
 from dino_ds.method.objective import Objective
 from dino_ds.method.teacher import Teachers
@@ -204,7 +204,7 @@ class TrainingStep:
         else:
             _copy(self._buffers, buffers)
         self._own_states = self.objective.own.copy()
-        self.engine.set_groups(group_settings(schedule))
+        self.engine.set_groups(schedule)
         self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)
         # In the reference a frozen layer has no gradient at all, so its Adam state begins here.

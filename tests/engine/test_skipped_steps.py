@@ -24,6 +24,7 @@ from tests.engine.harness import (
     max_difference,
     run_windows,
     tiny_network,
+    tiny_schedules,
 )
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -151,8 +152,7 @@ IMAGES_A_STEP, LIMIT, STEPS = 8, 0.5, 2
 PARTS = ("backbone", "head", "ibot_head")
 # So large an epsilon makes Adam's first steps those of gradient descent at learning rate 1: clipping shows in them.
 LR = EPS = 1e3
-SETTINGS = {"lr": LR, "weight_decay": 0.0}
-GROUPS = dict.fromkeys(("decay", "no_decay", "prototypes"), SETTINGS)
+SCHEDULE = tiny_schedules(lr=LR, constant=True, warmup_steps=0, weight_decay=0.0, weight_decay_end=0.0).at(0)
 SUB_GROUPS = {"zero": {"sub_group_size": 3000, "stage3_param_persistence_threshold": 10}}
 
 
@@ -202,7 +202,7 @@ def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
     sections = {"gradient_clipping": LIMIT, **sections}
     config = ds_config(stage, precision, IMAGES_A_STEP, accumulation, **sections)
     engine = Engine(_network(), config, OptimizerOptions(clip_by=clip_by, eps=EPS))
-    engine.set_groups(GROUPS)
+    engine.set_groups(SCHEDULE)
     weights, norms = [fp32_student(engine, _network())], []
     for i in range(STEPS):
         for m in range(accumulation):
