@@ -44,7 +44,7 @@ AROUND = [
     {"__main__", "api"},
 ]
 """The packages that look at runs, weights and machines."""
-ASKED_FOR_BY_TRAINING = {"_train": {"planning"}, "_build_periodic_tasks": {"evals", "report"}}
+ASKED_FOR_BY_TRAINING = {"train": {"planning"}, "_build_periodic_tasks": {"evals", "report"}}
 """Functions of train.py -> packages around training that they import: the choice of a ds config, periodic tasks."""
 LAYERS = [*TRAINING, *AROUND]
 LOWEST = LAYERS[0]

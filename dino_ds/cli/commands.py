@@ -14,7 +14,7 @@ from typing import Any
 
 from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.own_code import check_allowed
-from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import check_may_begin, holds_run
 from dino_ds.errors import CheckpointError, ConfigError
@@ -169,7 +169,7 @@ def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any])
     check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
     recipe.check_teacher()
     ranks, run_dir = int(os.environ.get("WORLD_SIZE", 1)), Path(options.run_dir)
-    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
+    check_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
         if name is not None and (answer := weights_elsewhere(name)):
             raise CheckpointError(f"{key} {name} does not exist; {answer}")

@@ -20,11 +20,11 @@ from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import RECIPES, read_recipe_files
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Request
 from dino_ds.data.mixture import place_of
 from dino_ds.errors import DataError, one_line
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.options.definition import Result
-from dino_ds.options.flags import Flags
 from dino_ds.planning.machines import look_at_machines, read_hostfile
 
 _DRIVER = "/proc/driver/nvidia/version"
@@ -37,12 +37,12 @@ _LOAD_CURES = {
 }
 
 
-def run(options: DoctorOptions, *, recipe: Recipe, flags: Flags, ds: Mapping[str, Any], ds_path: str) -> Result:
+def run(options: DoctorOptions, *, recipe: Recipe, request: Request, ds: Mapping[str, Any], ds_path: str) -> Result:
     """Print each finding as soon as it is known; the result exits with code 2 if something would stop training."""
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
     findings, hosts = [], {} if options.hostfile is None else read_hostfile(options.hostfile)
-    on_machines = _look_at_machines(options, hosts, recipe, flags, ds_path) if hosts else ()
+    on_machines = _look_at_machines(options, hosts, recipe, request, ds_path) if hosts else ()
     for finding in itertools.chain(_findings(options, recipe, ds, ds_path), on_machines):
         findings.append(finding)
         if not options.json:
@@ -75,10 +75,9 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
 
 
 def _look_at_machines(
-    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, flags: Flags, ds_path: str
+    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, request: Request, ds_path: str
 ) -> Iterator[Finding]:
-    config = flags.fixed.get("config")
-    recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
+    recipes = [] if request.config is None else [file.path for file in read_recipe_files(request.config)]
     files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
     data = recipe.data
     roots = [place_of(part, data.root) for part in data.parts] or [data.root or ""]
