@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder
 from dino_ds.costs.rehearse import rehearse
-from dino_ds.costs.settings import RehearsalSettings
-from dino_ds.costs.step_costs import student_facts
+from dino_ds.costs.step_costs import RehearsalSettings, student_facts
 from dino_ds.models.prototypes import Compared, Prototypes
 
 KERNELS = {
@@ -67,7 +65,7 @@ def count_step(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], 
         return made[0]
 
     window = min(config.accumulation, 2) if student_facts(recipe).whole_step else 1
-    settings = dataclasses.replace(RehearsalSettings.from_config(config, on_gpu), window=window)
+    settings = RehearsalSettings.from_config(config, window)
     rehearse(recipe, settings, groups, config.micro_batch, on_gpu, recorder)
     return made[0].counts
 

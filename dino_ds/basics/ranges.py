@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+TAKEN = set[str]()
+"""The fast paths that this process takes on a GPU: none until `dino_ds.method.fast_paths` has decided."""
 _devices: list[str] = []
 _making_once: list[None] = []
 

@@ -25,7 +25,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import differences, flatten, named_values, options_of, show_value
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.method.specs.own import TERMS, counted_from
-from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
@@ -341,6 +341,25 @@ def find_model_folder(model: str) -> ModelFolder:
         return ModelFolder(path.parent, path.stem)
     folder, step = split_origin(str(path if len(path.parts) > 2 else path.absolute()))
     return ModelFolder(path, "") if step is None else ModelFolder(folder, path.name)
+
+
+def frozen_spec(recipe: Recipe) -> ViTSpec | None:
+    """The backbone of teacher.source, by its name or the JSON file beside it; None: another kind, or unknown."""
+    return None if recipe.teacher.source is None else _stated_spec(recipe.teacher.source)
+
+
+@functools.cache
+def _stated_spec(source: str) -> ViTSpec | None:
+    base, path = source.partition(".")[0], Path(source)
+    spec = BACKBONES.get(base) if not path.exists() else None
+    if isinstance(spec, ViTSpec):
+        return spec
+    beside = find_model_folder(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    try:
+        about = read_object(beside)
+        return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def holds_run(run_dir: Path) -> bool:

@@ -28,7 +28,7 @@ from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.settings import RehearsalSettings, frozen_spec
+from dino_ds.config.stages import frozen_spec
 from dino_ds.errors import NotEstimated, UserError, one_line
 from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.own import teachers_of, terms_of
@@ -183,6 +183,31 @@ class StudentFacts:
         return 5.0 * sum(n * (4 * rows**2 * columns + 2 * rows**3) for rows, columns, n in every)
 
 
+@dataclass(frozen=True)
+class RehearsalSettings:
+    """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step.
+
+    Settings that are not rehearsed have a fixed value, so that one rehearsal serves many configs: compiled blocks
+    and the EMA teacher's low-precision copy, without which its matrices are cast at each use.
+    """
+
+    precision: str
+    checkpoint_blocks: int | str
+    performance: PerformanceOptions
+    window: int
+
+    @staticmethod
+    def from_config(config: DsConfig, window: int) -> RehearsalSettings:
+        performance = dataclasses.replace(
+            config.performance,
+            compile="off",
+            deterministic=False,
+            teacher_copy=False,
+            fast_paths=True,
+        )
+        return RehearsalSettings(config.precision, config.checkpoint_blocks, performance, window)
+
+
 @functools.cache
 def student_facts(recipe: Recipe) -> StudentFacts:
     """The facts of a recipe's student. Raises ConfigError for a network that can't be built."""
@@ -236,7 +261,7 @@ def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], 
     window = 1
     if student_facts(recipe).whole_step:  # a third micro-batch costs as much as the second
         window = min(config.accumulation, 2) if exact else 2
-    settings = dataclasses.replace(RehearsalSettings.from_config(config, on_gpu), window=window)
+    settings = RehearsalSettings.from_config(config, window)
     if exact or images in sizes:
         return _rehearsed(recipe, settings, groups, images, on_gpu)
     pair = sizes[:2] if images <= sizes[1] else sizes[-2:]

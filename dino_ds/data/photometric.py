@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.basics.fast_paths import TAKEN
+from dino_ds.basics.ranges import TAKEN
 from dino_ds.data.multicrop import (
     BLUR_REACH,
     FLIP,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.fast_paths import TAKEN
-from dino_ds.basics.ranges import added, device_kind, entered, rehearsing
+from dino_ds.basics.ranges import TAKEN, added, device_kind, entered, rehearsing
 
 _LEAST_BYTES = 16 * 2**20
 """Size from which functions of a tensor inside a block are fused. A fused call takes 25 microseconds of the host, three

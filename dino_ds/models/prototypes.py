@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.basics.fast_paths import TAKEN
-from dino_ds.basics.ranges import device_kind, rehearsing
+from dino_ds.basics.ranges import TAKEN, device_kind, rehearsing
 from dino_ds.models.base import init_weights
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.fused import fused, fuses, log_sum_exp

@@ -11,8 +11,8 @@ from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import frozen_spec
 from dino_ds.costs.memory import GIB
-from dino_ds.costs.settings import not_counted
 from dino_ds.costs.step_costs import count_parameters, mean_flops, step_costs, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.own import accumulation_notes
@@ -139,7 +139,7 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
         "assumptions": {"fragmentation": FRAGMENTATION},
         "ds_config": dict(ds),
         "ds_path": path,
-        "notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)],
+        "notes": [*config.notes, *(text for texts in notes for text in texts), *_not_counted(recipe)],
     }
 
 
@@ -190,3 +190,17 @@ def page(result: Mapping[str, Any]) -> str:
 def _sizes(parts: Mapping[str, int]) -> list[tuple[str, str]]:
     ordered = sorted(parts.items(), key=lambda entry: -entry[1])
     return [(name, f"{size / GIB:.2f}") for name, size in ordered]
+
+
+def _not_counted(recipe: Recipe) -> list[str]:
+    """Return notes on a distilled teacher whose memory can't be counted before its file is read."""
+    teacher = recipe.teacher
+    if teacher.distill is not None and teacher.source is None:
+        return [
+            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.source"
+        ]
+    if teacher.source is None or frozen_spec(recipe) is not None:
+        return []
+    return [
+        f"teacher.source {teacher.source} does not say its architecture without being read: its memory is not counted"
+    ]

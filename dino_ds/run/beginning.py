@@ -34,7 +34,6 @@ def loop_options(
     parts = source.joined if isinstance(source, Joined) else ()
     ends = itertools.accumulate(len(part) for _, part in parts)
     return LoopOptions(
-        seed=recipe.seed,
         images=len(source),
         global_batch=batch,
         epoch_steps=epoch_steps,

@@ -104,7 +104,6 @@ class LoopOptions:
     predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
     """
 
-    seed: int
     images: int
     global_batch: int
     epoch_steps: int

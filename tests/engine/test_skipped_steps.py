@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from dino_ds.data.feed import Batch
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import WHOLE, OptimizerOptions
 from dino_ds.errors import ConfigError
-from dino_ds.method.step import Inputs
 from dino_ds.models.base import CLS
 from dino_ds.models.network import Network, Query
 from tests.engine.harness import (
@@ -51,7 +51,7 @@ def _fp16_run(stage, initial_scale_power):
         at_rest = step.applied_steps
         for m in range(2):
             indices = torch.arange(2) + window * BATCH + 4 * m + 2 * distributed.rank()
-            out = step.micro_batch(Inputs(crops(indices)))
+            out = step.micro_batch(Batch(crops(indices)))
         if out.progress is Progress.SKIPPED:
             skipped += 1
             assert step.applied_steps == at_rest == 0 and step.schedule == schedule
@@ -98,7 +98,7 @@ def _nan_on_rank_one(stage, precision, kind="adamw", **sections):
         views = crops(torch.arange(2) + 100 + 2 * distributed.rank())
         if m == 0 and distributed.rank() == 1:
             views["local"][0][0, 0, 0, 0] = float("nan")
-        out = step.micro_batch(Inputs(views))
+        out = step.micro_batch(Batch(views))
     skipped = out.progress is Progress.SKIPPED
     unmoved = max_difference(before, _state(step)) == 0.0 and step.schedule == schedule and step.applied_steps == 1
     after = run_windows(step, 1, 2, BATCH)
@@ -138,7 +138,7 @@ def _overflow_for_ever():
     views["global"][0][:] = float("inf")
     told = []
     for _ in range(4):
-        step.micro_batch(Inputs(views))
+        step.micro_batch(Batch(views))
         told.append((step.engine.loss_scale, step.engine.scale_is_exhausted))
     return told
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from dino_ds.basics.fast_paths import TAKEN
+from dino_ds.basics.ranges import TAKEN
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.engine.process import init_distributed
 from dino_ds.method import fast_paths

@@ -14,7 +14,7 @@ import torch
 from dino_ds.cli.main import main
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.costs.settings import frozen_spec
+from dino_ds.config.stages import frozen_spec
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer

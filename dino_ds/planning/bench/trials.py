@@ -230,7 +230,7 @@ def measure_step(
         if real_images:
             feed = feeds.enter_context(closing(real_feed(recipe, config.micro_batch)))
             result |= _measure_loader(feed, config.micro_batch, seconds)
-            step = partial(run_on_data, trial, feed, recipe.seed)
+            step = partial(run_on_data, trial, feed)
         for _ in range(MEMORY_STEPS):
             began = time.perf_counter()
             step()
