@@ -56,7 +56,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
-    monkeypatch.setattr(trials, "run_in_child", made)
+    monkeypatch.setattr(trials.measure, "run_in_child", made)
     monkeypatch.setattr("dino_ds.planning.bench.tune.usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(trials, "_busy_seconds", lambda: 0.0)
     return made
