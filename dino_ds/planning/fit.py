@@ -74,11 +74,6 @@ def _fit(recipe: Recipe, config: DsConfig, world_size: int, limit_gib: float, ex
     return Fit(config, with_margins(memory, world_size), limit_gib)
 
 
-def rehearsed(candidate: Fit, recipe: Recipe, world_size: int) -> Fit:
-    """Rehearse the micro-batch of a `candidate` that a search found, for its exact fit."""
-    return _fit(recipe, candidate.config, world_size, candidate.limit_gib)
-
-
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:
     """Return the largest micro-batch that fits, whether it divides the global batch or not; 0 if none fits."""
     low, high = 0, 64  # smaller ones are estimated only if this does not fit
@@ -207,11 +202,9 @@ def recommend(
     changes = _changes_for_offloading(recipe)
     options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
     offloading = f"{options}, which allows offloading, " if changes else ""
-    needed = min(
-        (_estimate(recipe, make_ds(shape, cluster.gpu.bf16), cluster, limit_gib, 1).memory.gib, str(shape))
-        for shape in shapes
-        if not (shape.offload and changes)
-    )
+    allowed = {str(shape): make_ds(shape, cluster.gpu.bf16) for shape in shapes if not (shape.offload and changes)}
+    alone = {name: fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, 1) for name, ds in allowed.items()}
+    needed = min((fit.memory.gib, name) for name, fit in alone.items())
     raise ConfigError(
         f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take "
         f"{offloading}more GPUs, larger ones, a smaller model or the recipe for small images, --config {SMALL}"
@@ -225,10 +218,6 @@ def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
     return changes | ({"kind": "adamw"} if recipe.optimizer.kind in COMMUNICATES_IN_STEP else {})
 
 
-def _estimate(recipe: Recipe, ds: dict[str, Any], cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
-    return fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, micro_batch)
-
-
 def _search(
     recipe: Recipe,
     cluster: Cluster,
@@ -238,14 +227,15 @@ def _search(
 ) -> Recommendation | None:
     """The first of the allowed shapes that fits, with its largest micro-batch."""
     allowed = [shape for shape in shapes if not (shape.offload and _changes_for_offloading(recipe))]
-    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
+    ranks = cluster.world_size
+    sizes = micro_batches(recipe.data.global_batch, ranks)
 
     def largest(shape: Shape) -> Fit | None:
         """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
         ds = make_ds(shape, cluster.gpu.bf16)
         for size in sizes[: 1 if shape.stage == 1 else None]:
-            fit = _estimate(recipe, ds, cluster, limit_gib, size)
-            if fit.fits and (fit := rehearsed(fit, recipe, cluster.world_size)).fits:
+            fit = fit_with(recipe, ds, RECOMMENDED, ranks, limit_gib, size)
+            if fit.fits and (fit := _fit(recipe, fit.config, ranks, limit_gib)).fits:
                 return fit
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,13 @@ def choose_ds_config(
             return named_start(recipe, ds, ds_path, machine)
         return planned_start(recipe, request.ds, machine)
 
-    start = agreed(recipe, machine, choose)
+    start = None
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:  # it rehearses the step for all ranks, which takes seconds
+            start = choose()
+            predict(recipe, start.config, machine)
+    share()
+    start = start or choose()
     memory = predict(recipe, start.config, machine)
     return ChosenDsConfig(
         config=start.config,
@@ -158,18 +164,6 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> 
 def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
     batch = recipe.data.global_batch
     return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, count_parameters(recipe))
-
-
-def agreed(recipe: Recipe, machine: Machine, choose: Callable[[], Start]) -> Start:
-    """Return the result of `choose` on every rank; rank 0 first rehearses the step for all ranks, which takes seconds.
-    Every rank must call it. Raises ConfigError."""
-    start = None
-    with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0:
-            start = choose()
-            predict(recipe, start.config, machine)
-    share()
-    return start or choose()
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
