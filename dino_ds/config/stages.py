@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import re
-import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -212,7 +211,6 @@ def _is_there(path: str) -> bool:
     return os.path.lexists(path) or (plain != path and os.path.isdir(os.path.dirname(plain) or "."))
 
 
-_MOST_RUNS = 5
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none", "objective.preserve_weight": "0"}
 """RecipeSettings that a stage does not take over from the run's recipe: they say how that run began."""
 
@@ -439,56 +437,3 @@ def _counted_from(value: Length | Ramp, step: int) -> Length | Ramp:
         return replace(value, begin=step)
     assert value.length is not None
     return replace(value, length=replace(value.length, begin=step))
-
-
-def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> tuple[str, str]:
-    """The run folder for recipe `name`, and a line about the choice if there are several, else "".
-
-    A new run gets the number after the newest run's; a start that `resumes` gets the newest run. All ranks of one
-    machine see the same folders until the run begins. Ranks on several machines might not (a network disk's cache):
-    they take the name without a number. Raises ConfigError if they would have to resume a numbered run.
-    """
-    first = os.path.join("runs", name)
-    numbers = sorted(_numbers(first))
-    if not numbers:
-        return first, ""
-    last = numbers[-1]
-    newest = first if last == 1 else f"{first}-{last}"
-    if _several_machines(environment):
-        if resumes and last > 1:
-            several = f"there are {len(numbers)} runs of {name}"
-            raise ConfigError(f"{several}: on several machines name the one to resume, --run_dir {newest}")
-        return first, ""
-    if resumes:
-        return newest, f"run folder {newest}, the newest of {len(numbers)} of {name}" if len(numbers) > 1 else ""
-    free = f"{first}-{last + 1}"
-    return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
-
-
-def only_run(resume: str) -> tuple[str, str]:
-    """The folder of the only run in runs/, for the option `resume` alone, and a line about it. Raises CheckpointError
-    without a run, and with several one that names the command for each, the newest first."""
-    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
-    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
-    if not runs:
-        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
-    if len(runs) > 1:
-        more = f"; and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
-        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
-        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
-    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
-
-
-def _numbers(first: str) -> list[int]:
-    """Numbers N of the folders `first`-N that hold a run, 1 for `first` itself."""
-    path = Path(first)
-    pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
-    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
-    taken = [match for folder, match in matches if match and holds_run(folder)]
-    return [int(match[1] or 1) for match in taken if match[1] != "1"]
-
-
-def _several_machines(environment: Mapping[str, str]) -> bool:
-    """Whether the ranks of this start are on more than one machine, as far as their launcher says."""
-    here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or "1"
-    return environment.get("WORLD_SIZE", "1") != here

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +23,13 @@ from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.ds_schema import is_key, key_names, wrong_key
 from dino_ds.config.loading import key_elsewhere, load_recipe, recipe_names
 from dino_ds.config.schema import Option
-from dino_ds.config.stages import Request, default_folder, holds_run, nothing_to_resume, only_run
+from dino_ds.config.stages import Request, holds_run, nothing_to_resume
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 from dino_ds.run.train_options import TrainOptions
 
+_MOST_RUNS = 5
 _NO_IMAGES = "no images are given: --data.root FOLDER, --data.source NAME, or --config quickstart for embedded photos"
 
 
@@ -86,9 +88,9 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""
     if not options.run_dir and config is None and options.resume not in (False, "auto"):
-        folder, note = only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
+        folder, note = _only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
     elif not options.run_dir:
-        folder, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
+        folder, note = _default_folder(Path(config or "vits16").stem, options.resume is not False)
     request.notes.extend([note] if note else [])
     if is_url(folder):
         raise ConfigError(f"--run_dir {folder} is not a folder: keep a run on a disk, then copy its folder there")
@@ -96,6 +98,59 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
     if config is None and options.from_ is None and options.resume is not False:
         _check_resumed(Path(options.run_dir), overrides, may_start=options.resume == "auto")
     return options
+
+
+def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
+    """The run folder for recipe `name`, and a line about the choice if there are several, else "".
+
+    A new run gets the number after the newest run's; a start that `resumes` gets the newest run. All ranks of one
+    machine see the same folders until the run begins. Ranks on several machines might not (a network disk's cache):
+    they take the name without a number. Raises ConfigError if they would have to resume a numbered run.
+    """
+    first = os.path.join("runs", name)
+    numbers = sorted(_numbers(first))
+    if not numbers:
+        return first, ""
+    last = numbers[-1]
+    newest = first if last == 1 else f"{first}-{last}"
+    if _on_several_machines():
+        if resumes and last > 1:
+            several = f"there are {len(numbers)} runs of {name}"
+            raise ConfigError(f"{several}: on several machines name the one to resume, --run_dir {newest}")
+        return first, ""
+    if resumes:
+        return newest, f"run folder {newest}, the newest of {len(numbers)} of {name}" if len(numbers) > 1 else ""
+    free = f"{first}-{last + 1}"
+    return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
+
+
+def _only_run(resume: str) -> tuple[str, str]:
+    """The folder of the only run in runs/, for the option `resume` alone, and a line about it. Raises CheckpointError
+    without a run, and with several one that names the command for each, the newest first."""
+    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
+    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
+    if not runs:
+        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
+    if len(runs) > 1:
+        more = f"; and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
+        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
+        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
+    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
+
+
+def _numbers(first: str) -> list[int]:
+    """Numbers N of the folders `first`-N that hold a run, 1 for `first` itself."""
+    path = Path(first)
+    pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
+    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
+    taken = [match for folder, match in matches if match and holds_run(folder)]
+    return [int(match[1] or 1) for match in taken if match[1] != "1"]
+
+
+def _on_several_machines() -> bool:
+    """Whether the ranks of this start are on more than one machine, as far as their launcher says."""
+    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    return os.environ.get("WORLD_SIZE", "1") != here
 
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:
