@@ -11,7 +11,7 @@ from scripts.measures import weigh
 
 CEILINGS = {
     "package lines": 42_470,
-    "package files": 196,
+    "package files": 194,
     "test lines": 34_690,
     "recipe keys": 136,
     "words of pages": 15_050,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import weights_elsewhere
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.recipe import Recipe

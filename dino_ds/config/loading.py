@@ -17,8 +17,15 @@ import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.files import FORMAT, check_format, is_file, read_text
-from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import MOST_PROBLEMS, as_written, did_you_mean, missing_file, unquoted, words_elsewhere
+from dino_ds.basics.names import (
+    MOST_PROBLEMS,
+    as_written,
+    did_you_mean,
+    missing_file,
+    unquoted,
+    weights_elsewhere,
+    words_elsewhere,
+)
 from dino_ds.basics.own_code import CODE_KEYS, allow_code, code_in
 from dino_ds.config import schema
 from dino_ds.config.fields import Length

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dino_ds.basics.files import check_format, is_url, read_object
-from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion
+from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion, weights_elsewhere
 from dino_ds.config.fields import PATH, Length, Ramp, Resume
 from dino_ds.config.loading import RecipeSettings, change_recipe, read_yaml, recorded_recipe
 from dino_ds.config.recipe import Recipe

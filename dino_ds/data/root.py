@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.files import is_url
-from dino_ds.basics.hubs import advise_saved, hub_id
+from dino_ds.basics.names import advise_saved, hub_id
 from dino_ds.config.evaluation import BENCHMARKS
 from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
 from dino_ds.config.loading import change_recipe

@@ -32,7 +32,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import CheckpointError, ConfigError, UserError
 from dino_ds.options.commands import COMMANDS
-from dino_ds.planning.machines import read_hostfile
+from dino_ds.planning.doctor import read_hostfile
 from dino_ds.weights.sidecar import read_sidecar
 from tests.data.files import decode_rgb, encoded, png_chunk, png_of
 from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, npy, tif, with_tags

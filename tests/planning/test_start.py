@@ -19,7 +19,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.specs.own import accumulation_notes
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning import machines
+from dino_ds.planning import doctor
+from dino_ds.planning.doctor import read_hostfile
 from dino_ds.planning.fit import (
     FILLED,
     SHAPES,
@@ -32,7 +33,6 @@ from dino_ds.planning.fit import (
     write_ds,
 )
 from dino_ds.planning.host import GPUS, Cluster, Gpu, checkpoint_bytes, describe_hours, find_gpu, host_bytes
-from dino_ds.planning.machines import read_hostfile
 from dino_ds.planning.start import (
     Machine,
     check_fits,
@@ -337,7 +337,7 @@ ANSWER = {"same": SAME, "gpus": ["A100", "A100"], "images": "", "sees": True}
 def test_every_problem_of_a_machine_is_named_with_its_remedy(changes, says, monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     answers = {f"w{n}": more if isinstance(more, str) else ANSWER | more for n, more in enumerate(changes, 1)}
-    findings = list(machines.judge_answers(dict.fromkeys(answers, 2), answers, Path("/runs/a")))
+    findings = list(doctor.judge_answers(dict.fromkeys(answers, 2), answers, Path("/runs/a")))
     problems = [f"{finding.text} -> {finding.remedy}" for finding in findings if finding.level == "FAIL"]
     assert all(text.startswith(part) for text, part in zip(problems, says, strict=True))
     assert len({finding.text.partition(":")[0] for finding in findings}) == len(changes)
@@ -350,8 +350,8 @@ def test_why_a_machine_is_silent():
         ("true", "no answer (code 0): this checkout"),
         ('echo welcome; echo \'{"torch": "2.11"}\'', "no answer (code 0)"),
     ):
-        assert says in machines._ask(["sh", "-c", script], "{}")
-    assert machines._ask(["sh", "-c", f"echo welcome; echo '{json.dumps(ANSWER)}'; echo bye"], "{}") == ANSWER
+        assert says in doctor._ask(["sh", "-c", script], "{}")
+    assert doctor._ask(["sh", "-c", f"echo welcome; echo '{json.dumps(ANSWER)}'; echo bye"], "{}") == ANSWER
 
 
 def test_machines_come_in_the_order_of_the_file(tmp_path):

@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import weights_elsewhere
 from dino_ds.errors import CheckpointError
 from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import BACKBONES

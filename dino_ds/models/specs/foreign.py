@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import weights_elsewhere
 from dino_ds.basics.own_code import find_own
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.models.specs.base import BackboneSpec
