@@ -218,8 +218,8 @@ class RecipeSettings:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value of `name`, or `default` if it is not set."""
-        section, leaf = self._place(name)
-        return section.get(leaf, default)
+        section, _, leaf = name.rpartition(".")
+        return (self.values.get(section, {}) if section else self.values).get(leaf, default)
 
     def _set(self, name: str, value: Any, origin: str) -> None:
         section, leaf = self._place(name)
