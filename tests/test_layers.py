@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures, parse
 
-CLOSURE_OF_TRAIN = 113
+CLOSURE_OF_TRAIN = 112
 """Files that importing train.py may bring in, without those that it asks for in functions."""
 CLOSURE_OF_THE_LOOP = (43, 9_830)
 """Files and lines that importing run/loop.py may bring in."""

@@ -304,7 +304,7 @@ def examine(files: list[str], images: list[str], seen: str) -> dict[str, Any]:
     """Examine this machine: `same`, values that must be equal on all machines, with the content of `files`; the names
     of `gpus`; `images`, why these values of data.root have none, or ""; whether it `sees` the file `seen`."""
     from dino_ds.planning.measure import find_gpus
-    from dino_ds.run.environment import versions
+    from dino_ds.run.run_folder import versions
 
     same = {name: versions()[name] for name in _SAME_PACKAGES} | {f"the code in {CHECKOUT}": hash_code()}
     for path in files:

@@ -56,7 +56,7 @@ from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.fast_paths import synthetic_inputs
 from dino_ds.method.specs.own import heads_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.environment import versions
+from dino_ds.run.run_folder import versions
 
 
 @dataclass(frozen=True)
