@@ -27,7 +27,7 @@ from dino_ds.commands.embed import Embeddings
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.options.commands import COMMANDS, TRAIN
-from dino_ds.options.flags import flags_of_call
+from dino_ds.options.flags import parse_keywords
 
 if TYPE_CHECKING:
     from dino_ds.commands.curate import Curated
@@ -193,7 +193,7 @@ def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
     """Run a command in this process and return its result; in `named`, None stands for an option that is not set."""
     command = COMMANDS[name]
     with torch_as_it_was() if command.loads_torch else nullcontext():
-        result = call(command, *prepare(command, flags_of_call(command, {**named, **options})))
+        result = call(command, *prepare(command, parse_keywords(command, {**named, **options})))
     if result is None:
         return None
     for note in result.notes:
@@ -203,15 +203,15 @@ def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
 
 def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
     with _one_at_a_time(), as_it_was():
-        options, files = prepare(TRAIN, flags_of_call(TRAIN, keywords))
+        options, files = prepare(TRAIN, parse_keywords(TRAIN, keywords))
         check_software(TRAIN, options)
         from dino_ds.run.stop import Caller
-        from dino_ds.train import train_for
+        from dino_ds.train import train as train_in_process
 
         caller, stopped = Caller(callbacks), ""
         with torch_as_it_was():
             try:
-                train_for(caller, options, files)
+                train_in_process(options, **files, caller=caller)
             except SystemExit as stop:
                 stopped = str(stop.__cause__)
             caller.detach()

@@ -19,12 +19,12 @@ if __name__ == "__main__":
 import functools
 from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import RecipeRequest
+from dino_ds.config.stages import Request
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.images import Source
 from dino_ds.data.loader import steps_per_epoch
@@ -62,69 +62,47 @@ from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 from dino_ds.weights.frozen import stated_images
 
 
-class _Request(NamedTuple):
-    """The user's arguments besides the recipe: see `train`."""
-
-    options: TrainOptions
-    ds: Mapping[str, Any]
-    ds_path: str
-    ds_overrides: Mapping[str, Any] | None
-    given: RecipeRequest | None = None
-    caller: Caller | None = None
-
-    @property
-    def path(self) -> Path:
-        return Path(self.options.run_dir)
-
-
 def train(
     options: TrainOptions,
     *,
     recipe: Recipe,
     ds: Mapping[str, Any],
     ds_path: str,
-    ds_overrides: Mapping[str, Any] | None = None,
-    given: RecipeRequest | None = None,
+    request: Request,
+    caller: Caller | None = None,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
-    ds_overrides: keys to change in the ds config of a resumed run, or in the planner's of a new run on GPUs (`ds`
-    is then for a machine without GPUs); None if the user has named `ds`. given: what the user has set in the recipe.
+    Args:
+        ds: the ds JSON that the request names, or the one for machines without GPUs, with the request's keys.
+        ds_path: where `ds` was read.
+        request: what the user has typed.
+        caller: the program that outlives the run, if it is not a command. A stop on request then raises SystemExit,
+            whose cause is Stopped.
 
     Raises UserError for what the user can fix; errors that are found before the first step leave no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
-    _train(recipe, _Request(options, ds, ds_path, ds_overrides, given))
-
-
-def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
-    """Run `train` for a program that outlives it; `files` has the other arguments of `train`. A stop on request raises
-    SystemExit, whose cause is Stopped."""
-    request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], files["given"], caller)
-    _train(files["recipe"], request)
-
-
-def _train(recipe: Recipe, request: _Request) -> None:
     from dino_ds.planning.start import choose_ds_config
 
-    with guarded(request.path, recipe.hang_seconds, request.caller) as guards:
+    path = Path(options.run_dir)
+    with guarded(path, recipe.hang_seconds, caller) as guards:
         init_distributed()
-        with FolderLock(request.path, guards).held() as lock:
+        with FolderLock(path, guards).held() as lock:
             with lock.starting():
-                options, ds, ds_path, overrides, *_ = request
-                check_same_start(request.path, recipe, ds)
+                check_same_start(path, recipe, ds)
                 with distributed.raise_on_all_ranks():
                     source = training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
                 stated = functools.partial(stated_images, recipe)
-                earlier = functools.partial(earlier_recipe, request.path, options.resume)
+                earlier = functools.partial(earlier_recipe, path, options.resume)
                 recipe, settings = with_image_settings(recipe, source, earlier, stated)
-                chosen = choose_ds_config(recipe, options, ds, ds_path, overrides)
+                chosen = choose_ds_config(recipe, options, ds, ds_path, request)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
-                folder, notes = _open_folder(recipe, source, chosen, request)
-                run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
+                folder, notes = _open_folder(recipe, source, chosen, options, request)
+                run, saver, more_notes = _build(folder, source, options, request, chosen.predicted_gib, caller)
             with closing(run.log):
-                announce(run, folder, chosen, request.given, [*more_notes, *lock.notes, *notes, *settings])
+                announce(run, folder, chosen, request, [*more_notes, *lock.notes, *notes, *settings])
                 feed = functools.partial(
                     build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
@@ -150,27 +128,32 @@ def _build_periodic_tasks(
 
 
 def _open_folder(
-    recipe: Recipe, source: Source, chosen: ChosenDsConfig, request: _Request
+    recipe: Recipe, source: Source, chosen: ChosenDsConfig, options: TrainOptions, request: Request
 ) -> tuple[RunFolder, list[str]]:
     """Open the run folder; returns it, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
     """
-    data, config, said = recipe.data, chosen.config, request.given.notes if request.given else []
+    data, config = recipe.data, chosen.config
     with distributed.raise_on_all_ranks():
         cache_gib, notes = fitting_cache(data.cache_gib, source)
         recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
-        folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
-        folder.config_name = (request.given.config if request.given else None) or folder.config_name
-        if not request.options.allow_oversize:
+        folder = RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
+        folder.config_name = request.config or folder.config_name
+        if not options.allow_oversize:
             chosen.check_fits()
     folder.agree()
     notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source), *draws_of_its_own(source)]
-    return folder, [*dict.fromkeys(said), *config.notes, *notes]
+    return folder, [*dict.fromkeys(request.notes), *config.notes, *notes]
 
 
 def _build(
-    folder: RunFolder, source: Source, request: _Request, predicted_gib: float | None
+    folder: RunFolder,
+    source: Source,
+    options: TrainOptions,
+    request: Request,
+    predicted_gib: float | None,
+    caller: Caller | None,
 ) -> tuple[Run, Saver, list[str]]:
     """Build the run, new or from its checkpoint, and its saver; returns them and notes for the log.
 
@@ -185,8 +168,8 @@ def _build(
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where the run begins and ends; a stage's recipe counts from its beginning.
-    begin = choose_beginning(folder, checkpoints, other_images, request.options, request.given)
-    recipe, max_steps = folder.recipe, request.options.max_steps
+    begin = choose_beginning(folder, checkpoints, other_images, options, request)
+    recipe, max_steps = folder.recipe, options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
     begin.check_ahead(last_step, str(folder.path), ends)
@@ -212,9 +195,9 @@ def _build(
         notes += [*notes_on_changes(manifest, recipe, config, folder.began_in), *other_images.notes(manifest)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
-    log, tidied = _open_log(folder, saver, last_step, request)
-    options = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
-    run = Run(folder.path, options, step, state, evaluations, pictures, log)
+    log, tidied = _open_log(folder, saver, last_step, options.verbose, caller)
+    loop = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
+    run = Run(folder.path, loop, step, state, evaluations, pictures, log)
     return run, saver, [*notes, *tidied]
 
 
@@ -230,7 +213,9 @@ def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> lis
     return [*notes, *describe_distillation(step.teachers, recipe)]
 
 
-def _open_log(folder: RunFolder, saver: Saver, last_step: int, request: _Request) -> tuple[RunLog, list[str]]:
+def _open_log(
+    folder: RunFolder, saver: Saver, last_step: int, verbose: bool, caller: Caller | None
+) -> tuple[RunLog, list[str]]:
     """Make the folder this run's own, tidy it and open its log; from here on only the disk can refuse the start."""
     step = saver.step.applied_steps
     if step < last_step:
@@ -238,9 +223,9 @@ def _open_log(folder: RunFolder, saver: Saver, last_step: int, request: _Request
     with distributed.raise_on_all_ranks():
         loggers, lost = open_loggers(folder.config.raw, folder.path, str(folder.run_id))
     write_description(folder)
-    notes, tell = [*lost, *saver.tidy()], request.caller.tell if request.caller else None
+    notes, tell = [*lost, *saver.tidy()], caller.tell if caller else None
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(folder.path, step, loggers, tell, request.options.verbose), notes
+            return RunLog(folder.path, step, loggers, tell, verbose), notes
         except OSError as error:
             raise unwritable(error.filename or folder.path, error) from None

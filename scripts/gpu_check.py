@@ -348,9 +348,9 @@ def dry(part: Part) -> list[str]:
     """What is wrong with a part's command lines, or with its measurement in small on the CPU."""
     try:
         for words in (words[3:] for words in part.commands if words[2] == "dino_ds"):
-            command, flags = parse(words)
+            command, request = parse(words)
             if not {"--from", "--resume", "--teacher.source"} & set(words):  # these name runs that are not there
-                prepare(command, flags)
+                prepare(command, request)
         problem = measure(part.name, small=True).get("problem") if part.name.startswith(("paths", "speed")) else None
     except UserError as error:
         problem = one_line(error)

@@ -35,12 +35,12 @@ def why_refused(words: str) -> str:
     command, rest = find_command(shlex.split(words)) or (TRAIN, [])
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # how a word without an option was read
-            flags = parse_flags(command, rest)
-        check_required(command, flags)
-        config = flags.fixed.get("config", command.recipe)
+            request = parse_flags(command, rest)
+        check_required(command, request)
+        config = request.options.get("config", command.recipe)
         if not str(config).isupper():
-            recipe = load_recipe(config, flags.recipe)
-            if _lacks_images(command, flags.fixed) and recipe.data.source == "folder" and not recipe.data.root:
+            recipe = load_recipe(config, request.recipe)
+            if _lacks_images(command, request.options) and recipe.data.source == "folder" and not recipe.data.root:
                 return "no images are given"
     except UserError as error:
         return str(error)

@@ -26,9 +26,10 @@ import dino_ds.train
 from dino_ds.api import Run, _one_at_a_time
 from dino_ds.cli import main as cli
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import Request
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.options.commands import COMMANDS
-from dino_ds.options.flags import Flags, flags_of_call
+from dino_ds.options.flags import parse_keywords
 from dino_ds.run import guards, stop
 from tests.run.harness import TINY, image_folder, read_metrics
 
@@ -248,10 +249,10 @@ def test_a_loaded_model_embeds_as_the_command_and_finds_what_is_similar(run, fol
 @pytest.mark.parametrize(
     ("given", "kind", "read"),
     [
-        ({"run_dir": "~/runs/a"}, "fixed", {"run_dir": f"{Path.home()}/runs/a"}),
-        ({"max_steps": np.int64(4)}, "fixed", {"max_steps": 4}),
-        ({"from_": "runs/x"}, "fixed", {"from": "runs/x"}),
-        ({"config": ["vits16", Path("own.yaml")]}, "fixed", {"config": "vits16,own.yaml"}),
+        ({"run_dir": "~/runs/a"}, "options", {"run_dir": f"{Path.home()}/runs/a"}),
+        ({"max_steps": np.int64(4)}, "options", {"max_steps": 4}),
+        ({"from_": "runs/x"}, "options", {"from": "runs/x"}),
+        ({"config": ["vits16", Path("own.yaml")]}, "options", {"config": "vits16,own.yaml"}),
         ({"optimizer.lr": np.float32(0.5)}, "recipe", {"optimizer.lr": 0.5}),
         ({"model.init_from": None}, "recipe", {"model.init_from": None}),
         ({"crops": {"global_scale": (0.4, 1)}}, "recipe", {"crops.global_scale": (0.4, 1)}),
@@ -262,7 +263,7 @@ def test_a_loaded_model_embeds_as_the_command_and_finds_what_is_similar(run, fol
     ids=str,
 )
 def test_values_of_python_stay_what_they_are(given, kind, read):
-    assert flags_of_call(COMMANDS["train"], {"max_steps": None, **given}) == Flags(**{kind: read})
+    assert parse_keywords(COMMANDS["train"], {"max_steps": None, **given}) == Request(**{kind: read})
 
 
 def test_a_recipe_of_python_values_is_that_of_their_text():
@@ -283,7 +284,7 @@ def test_a_recipe_of_python_values_is_that_of_their_text():
         "model.arguments": '{"layers": [1, 1, 1, 1]}',
         "eval.evals": "knn,ridge",
     }
-    assert load_recipe(None, flags_of_call(COMMANDS["train"], values).recipe) == load_recipe(None, texts)
+    assert load_recipe(None, parse_keywords(COMMANDS["train"], values).recipe) == load_recipe(None, texts)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +371,8 @@ def test_documented_calls_are_accepted(page, function, given):
     command = COMMANDS[{"evaluate": "eval"}.get(function.__name__, function.__name__)]
     inspect.signature(function).bind(**given)
     given.pop("callbacks", None)
-    flags = flags_of_call(command, given)
-    load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
+    request = parse_keywords(command, given)
+    load_recipe(request.options.get("config", command.recipe), request.recipe)
 
 
 def test_a_rank_of_a_launcher_is_refused(monkeypatch, tmp_path):

@@ -62,10 +62,10 @@ def test_documented_commands_are_accepted(page, line):
     command, rest = (
         (TRAIN, words[script + 1 :]) if script is not None else find_command(words[words.index("dino-ds") + 1 :])
     )
-    flags = parse_flags(command, rest)
-    load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
-    if path := flags.fixed.get("ds_config", command.ds_config):
-        load_ds_config(str(REPOSITORY / path), flags.ds)
+    request = parse_flags(command, rest)
+    load_recipe(request.options.get("config", command.recipe), request.recipe)
+    if path := request.options.get("ds_config", command.ds_config):
+        load_ds_config(str(REPOSITORY / path), request.ds)
 
 
 def _texts_of_the_program():
@@ -102,8 +102,8 @@ def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):
     (tmp_path / "my_backbone.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     (line,) = (line for line in _commands(page) if "my_backbone" in line)
-    flags = parse_flags(TRAIN, shlex.split(line)[2:])
-    recipe = load_recipe(None, {**flags.recipe, "head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "8"})
+    request = parse_flags(TRAIN, shlex.split(line)[2:])
+    recipe = load_recipe(None, {**request.recipe, "head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "8"})
     backbone = build_network(recipe, PerformanceOptions()).backbone
     assert backbone.spec.width == 256 and backbone.spec.stride == 8
     crops = {"global": [torch.randn(2, 3, 48, 48)], "local": [torch.randn(2, 3, 32, 32)]}

@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 
+from dino_ds.data.feed import Batch
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.schedules import Schedules, cosine_schedule, warmup_schedule
 from dino_ds.method.ema import EmaTeacher
 from dino_ds.method.objective import Objective
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
@@ -146,7 +147,7 @@ def _trajectory(stage, freeze):
     step = TrainingStep(engine, Teachers({"ema": teacher}, GROUPS), Objective({"dino": dino}), schedules, GROUPS)
     for i, expected in enumerate(run["losses"]):
         views = [recorded[f"step{i}.crop{c}"] for c in range(len(settings["crops"]))]
-        out = step.micro_batch(Inputs(by_group(views)))
+        out = step.micro_batch(Batch(by_group(views)))
         assert out.progress is Progress.STEPPED
         assert out.loss.item() == pytest.approx(expected, rel=1e-4)
         center = recorded[f"{freeze}.step{i}.center_after"][0]

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.feed import Batch
 from dino_ds.data.masks import with_rows
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import optimizer_options
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import by_group, copied
@@ -72,7 +73,7 @@ def _trajectory(name: str, stage: int) -> None:
     step = TrainingStep(engine, teachers, objective, build_schedules(recipe, 2), recipe.groups)
     for i, expected in enumerate(run["steps"]):
         views = [*recorded[f"step{i}.global"], *recorded[f"step{i}.local"]]
-        out = step.micro_batch(Inputs(by_group(views), None, {"global": with_rows(recorded[f"step{i}.masks"])}))
+        out = step.micro_batch(Batch(by_group(views), None, {"global": with_rows(recorded[f"step{i}.masks"])}))
         assert out.progress is Progress.STEPPED
         assert out.loss.item() == pytest.approx(expected["total"], rel=1e-4)
         dino = expected["dino_local_crops_loss"] + expected["dino_global_crops_loss"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from dino_ds.config.crops import EMA, FROZEN
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.feed import Batch
 from dino_ds.data.masks import with_rows
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
@@ -26,7 +27,7 @@ from dino_ds.method.networks import TeacherParts, optimizer_options
 from dino_ds.method.objective import Objective
 from dino_ds.method.specs.ours import DINO, HEAD, IBOT, IBOT_HEAD
 from dino_ds.method.specs.own import teachers_of
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import DinoHead
@@ -159,7 +160,7 @@ def _trajectory(name: str, stage: int) -> None:
     for i, expected in enumerate(run["steps"]):
         crops = {"global": [*images[f"step{i}.global"]], "local": [*images[f"step{i}.local"]]}
         crops |= {"gram": [*recorded[f"step{i}.gram"]]} if name == "gram" else {}
-        out = step.micro_batch(Inputs(crops, None, {"global": with_rows(recorded[f"step{i}.masks"])}))
+        out = step.micro_batch(Batch(crops, None, {"global": with_rows(recorded[f"step{i}.masks"])}))
         assert out.progress is Progress.STEPPED
         _compare_step(out, engine.grad_norm, expected)
     student = fp32_student(engine, fresh)

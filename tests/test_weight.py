@@ -10,8 +10,8 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 42_580,
-    "package files": 198,
+    "package lines": 42_450,
+    "package files": 193,
     "test lines": 34_690,
     "recipe keys": 136,
     "words of pages": 14_180,

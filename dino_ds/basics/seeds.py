@@ -45,6 +45,14 @@ def mix(x: Tensor) -> Tensor:
     return x ^ shift_right(x, 31)
 
 
+def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
+    """One int64 key for each image of a batch: indices (b,) int64 on any device -> (b,) there."""
+    import torch
+
+    base = mix(mix(torch.tensor(seed, dtype=torch.int64)) + epoch)
+    return mix(base + indices)  # a CPU scalar is an argument of the kernel, not a copy to the device
+
+
 def shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64: torch's own keeps the sign, and it has none for unsigned numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dino_ds.basics.names import weights_elsewhere
 from dino_ds.basics.own_code import check_allowed
-from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import check_may_begin, holds_run
 from dino_ds.errors import CheckpointError, ConfigError
@@ -29,82 +29,46 @@ Function = Callable[..., Result | None]
 
 
 def function_of(command: str) -> Function:
-    """The function of a command. Imports its module."""
+    """The function of a command. Imports its module alone."""
+    run: Function
     match command:
         case "train":
-            from dino_ds.train import train
-
-            return train
+            from dino_ds.train import train as run
         case "report":
-            from dino_ds.report import single_run as report
-
-            return report.run
+            from dino_ds.report.single_run import run
         case "pictures":
-            from dino_ds.report import pictures
-
-            return pictures.run
+            from dino_ds.report.pictures import run
         case "advise":
-            from dino_ds.planning import advise
-
-            return advise.run
+            from dino_ds.planning.advise import run
         case "doctor":
-            from dino_ds.planning import doctor
-
-            return doctor.run
+            from dino_ds.planning.doctor import run
         case "plan":
-            from dino_ds.planning import command as plan
-
-            return plan.run
+            from dino_ds.planning.command import run
         case "bench step":
-            from dino_ds.planning.bench import step
-
-            return step.run
+            from dino_ds.planning.bench.step import run
         case "bench ladder":
-            from dino_ds.planning.bench import ladder
-
-            return ladder.run
+            from dino_ds.planning.bench.ladder import run
         case "bench tune":
-            from dino_ds.commands import tune
-
-            return tune.run
+            from dino_ds.commands.tune import run
         case "bench inference":
-            from dino_ds.planning.bench import inference
-
-            return inference.run
-    return _function_about_images_and_weights(command)
-
-
-def _function_about_images_and_weights(command: str) -> Function:
-    match command:
+            from dino_ds.planning.bench.inference import run
         case "look-data":
-            from dino_ds.commands import look_data
-
-            return look_data.run
+            from dino_ds.commands.look_data import run
         case "shard":
-            from dino_ds.commands import shard
-
-            return shard.run
+            from dino_ds.commands.shard import run
         case "eval":
-            from dino_ds.commands import evaluate
-
-            return evaluate.run
+            from dino_ds.commands.evaluate import run
         case "embed":
-            from dino_ds.commands import embed
-
-            return embed.run
+            from dino_ds.commands.embed import run
         case "find":
-            from dino_ds.commands import find
-
-            return find.run
+            from dino_ds.commands.find import run
         case "curate":
-            from dino_ds.commands import curate
-
-            return curate.run
+            from dino_ds.commands.curate import run
         case "export":
-            from dino_ds.commands import export
-
-            return export.run
-    raise AssertionError(f"the command {command} has no function")
+            from dino_ds.commands.export import run
+        case _:
+            raise AssertionError(f"the command {command} has no function")
+    return run
 
 
 def check_options(command: str, options: Any) -> None:
@@ -169,7 +133,7 @@ def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any])
     check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
     recipe.check_teacher()
     ranks, run_dir = int(os.environ.get("WORLD_SIZE", 1)), Path(options.run_dir)
-    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
+    check_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
         if name is not None and (answer := weights_elsewhere(name)):
             raise CheckpointError(f"{key} {name} does not exist; {answer}")

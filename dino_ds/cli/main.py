@@ -28,7 +28,7 @@ from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
 from dino_ds.cli.commands import adopt_ranks, check_options, check_start, check_torchvision, function_of
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import RecipeRequest, check_model_path
+from dino_ds.config.stages import Request, check_model_path
 from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import (
     INTERRUPTED,
@@ -43,7 +43,7 @@ from dino_ds.health.processes import starters
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command, help_text
 from dino_ds.options.definition import Command, Result
-from dino_ds.options.flags import Flags, drop_local_rank, parse_flags, read
+from dino_ds.options.flags import drop_local_rank, parse_flags, read
 
 
 @contextmanager
@@ -132,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
-            command, flags = parse(words)
-            options, files = prepare(command, flags)
+            command, request = parse(words)
+            options, files = prepare(command, request)
             if command is TRAIN and options.print is not None:
-                _print_recipe(options.print, files["given"])
+                _print_recipe(options.print, request)
             else:
                 run_dir = Path(options.run_dir) if command is TRAIN else None
                 _dispatch(command, options, files)
@@ -185,8 +185,8 @@ def _nobody_reads() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def parse(words: list[str]) -> tuple[Command, Flags]:
-    """The command that `words` begin with, and its flags. Raises ConfigError."""
+def parse(words: list[str]) -> tuple[Command, Request]:
+    """The command that `words` begin with, and what they ask of it. Raises ConfigError."""
     named = find_command(words)
     if named is None:
         raise ConfigError(_no_command(words))
@@ -194,27 +194,27 @@ def parse(words: list[str]) -> tuple[Command, Flags]:
     return command, parse_flags(command, rest)
 
 
-def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
+def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     """A command's options, and the other arguments of its function. Raises UserError for mistakes that show at once."""
     if command is TRAIN:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
         starters()  # now, before they may end
-    options, files = read(command, flags)
+    options, files = read(command, request)
     if isinstance(model := getattr(options, "model", None), str):
         check_model_path(model)
     if "recipe" in files:
-        notes = files["given"].notes if command is TRAIN else files.pop("notes")
-        files["recipe"] = _resolve_from_sources(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
+        run_dir = getattr(options, "run_dir", None)
+        files["recipe"] = _resolve_from_sources(files["recipe"], request.recipe, run_dir, request.notes)
         if command is not TRAIN:
-            _say_notes(notes)
+            _say_notes(request.notes)
     if command is TRAIN and options.print is None:
         check_start(files["recipe"], options, files)
     return options, files
 
 
-def _print_recipe(path: str, given: RecipeRequest) -> None:
-    write_recipe(path, given.config, given.overrides)
+def _print_recipe(path: str, request: Request) -> None:
+    write_recipe(path, request.config, request.recipe)
     print(f"{path} has the recipe: edit it, then dino-ds train --config {shlex.quote(path)}")
 
 

@@ -15,12 +15,12 @@ from dino_ds.basics.ranges import AUGMENTATION, COPY, PARTS
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
+from dino_ds.config.stages import Request
 from dino_ds.costs.memory import GIB
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
-from dino_ds.options.flags import Flags
 from dino_ds.planning.bench.trials import Measurement, Trials
 from dino_ds.planning.bench.tune import ENOUGH_WAIT, Search
 from dino_ds.planning.fit import FILLED, check_new, write_ds
@@ -48,7 +48,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 """A title, a header, rows, and a note or ""."""
 
 
-def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, flags: Flags) -> Result:
+def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, request: Request) -> Result:
     """Measure, and write the page and its JSON, also where Ctrl-C ends the search early.
 
     Raises ConfigError for a page or folder that can't be written, OutOfMemory if no micro-batch runs.
@@ -61,7 +61,7 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     ranks, machine = options.ranks or torch.cuda.device_count() or 1, find_machine()
     limit = machine.host_gib / ranks if machine.card_gib is None else FILLED * machine.card_gib
     trials = Trials(options, ranks, min(limit, options.memory_gib or limit))
-    search, error = Search(recipe, ds_path, flags.ds, trials), None
+    search, error = Search(recipe, ds_path, request.ds, trials), None
     try:
         search.run()
         if options.profile and search.best:
@@ -71,7 +71,7 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     noise = trials.others_cores if trials.others_cores > _BUSY else 0.0
     if noise and (given := search.pair.get("as given")) and given.rounds:
         search.best = given.setting  # what other programs slowed is no reason to change anything
-    command, verdict, tables = _command(search, flags, ranks, options.write), _verdict(search, noise), _tables(search)
+    command, verdict, tables = _command(search, request, ranks, options.write), _verdict(search, noise), _tables(search)
     lead = [f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"]
     lead += [host_line(describe_host())]
     remarks = [] if search.has_images else [_MADE_UP]
@@ -114,16 +114,16 @@ def _verdict(search: Search, noise: float) -> str:
     return f"nothing is faster than the settings as given by more than the spread: what was found has {gain}"
 
 
-def _command(search: Search, flags: Flags, ranks: int, folder: str | None) -> str:
+def _command(search: Search, request: Request, ranks: int, folder: str | None) -> str:
     """The command that trains with what was found, or "" if nothing was; also written to `folder`, if given."""
     best = search.best
     if best is None:
         return ""
     sizes = {"train_micro_batch_size_per_gpu": best.config.micro_batch}
     sizes["gradient_accumulation_steps"] = best.config.accumulation
-    words = {"config": flags.fixed["config"]} if "config" in flags.fixed else dict[str, Any]()
+    words = dict[str, Any]() if request.config is None else {"config": request.config}
     workers = {} if best.recipe.data.workers is None else {"data.workers": best.recipe.data.workers}
-    words |= flags.recipe | workers | {"ds_config": best.path}
+    words |= request.recipe | workers | {"ds_config": best.path}
     words |= {f"ds.{key}": value for key, value in {**best.changes, **sizes}.items()}
     if folder is not None:
         words = {name: Path(folder, file) for name, file in (("config", "recipe.yaml"), ("ds_config", "ds.json"))}

@@ -67,6 +67,25 @@ def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, 
     return config
 
 
+def check_ds_config(
+    config: dict[str, Any], path: str, global_batch: int, world_size: int, fp16_supported: bool = True
+) -> tuple[int, int]:
+    """Micro-batch and accumulation by `config` of `load_ds_config`, whose product with the ranks is `global_batch`.
+
+    Raises ConfigError if there are none, or for what this device or these batches don't go with.
+    """
+    if _precision(config) == "fp16" and not fp16_supported:
+        cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
+        raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
+    micro, accumulation = _batches(config, path, global_batch, world_size)
+    if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
+        raise ConfigError(
+            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
+            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
+        )
+    return micro, accumulation
+
+
 def resolve_ds_config(
     config: dict[str, Any],
     path: str,
@@ -77,19 +96,10 @@ def resolve_ds_config(
 ) -> ds_schema.DsConfig:
     """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`.
 
-    Raises ConfigError if the batch sizes do not multiply to `global_batch`, or for fp16 on a device without it.
+    Raises ConfigError as `check_ds_config` does.
     """
-    precision = next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
-    if precision == "fp16" and not fp16_supported:
-        cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
-        raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
-    raw = copy.deepcopy(config)
-    micro, accumulation = _batches(config, path, global_batch, world_size)
-    if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
-        raise ConfigError(
-            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
-            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
-        )
+    micro, accumulation = check_ds_config(config, path, global_batch, world_size, fp16_supported)
+    raw, precision = copy.deepcopy(config), _precision(config)
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
@@ -133,6 +143,10 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config
+
+
+def _precision(config: dict[str, Any]) -> str:
+    return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
 
 
 def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ Bool = Annotated[bool, Strict()]
 
 
 def _way_to_compile(value: object) -> object:
-    """The mode that true or false means, in ds JSONs from before there were several modes."""
+    """The mode that true or false means."""
     return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
 
 

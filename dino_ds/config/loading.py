@@ -4,11 +4,12 @@ line; all problems are reported together. No torch, since help must start at onc
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,52 +172,112 @@ class _Loader(yaml.SafeLoader):
 
 
 _RUN_BEFORE = "recipe"
-"""The origin of values that come from the recipe that `change_recipe` changes."""
+"""The origin of values that come from the recipe that `RecipeSettings.applied_to` changes."""
 _UNSET: tuple[Any, ...] = (None, {}, "{}")
 
 
 @dataclass
-class _Settings:
+class RecipeSettings:
     """The settings of files and of the command line, before they are checked.
 
-    values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each
-    unknown name. invalid: the sections of these names, whose other keys can't be judged. notes: a line for each value
-    that was left out.
+    Attributes:
+        values: raw values under their sections, as in a recipe's file.
+        origins: dotted name of each value -> the file or the command line that it comes from.
+        problems: a line for each unknown name.
+        invalid: the sections of these names, whose other keys can't be judged.
+        notes: a line for each value that was left out.
     """
 
-    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     invalid: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, values: Mapping[str, Any], origin: str) -> None:
+    @staticmethod
+    def collect(config: str | None, overrides: Mapping[str, Any]) -> RecipeSettings:
+        """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file
+        that can't be read."""
+        settings = RecipeSettings()
+        for path, content in [] if config is None else read_recipe_files(config):
+            settings._add(dict(_flatten(content, "", path, settings)), path)
+        settings._add(dict(_read_overrides(overrides, settings)), schema.COMMAND_LINE)
+        return settings
+
+    def _add(self, values: Mapping[str, Any], origin: str) -> None:
         """Add values, which replace earlier ones; a new backbone drops earlier keys that only other networks have."""
-        current = self.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
+        current = self.get("model.backbone", Recipe().model.backbone)
         if (backbone := values.get("model.backbone", current)) != current:
-            others = [key for key in keys_not_of(backbone) if key in self.values and key not in values]
-            dropped = {key: self.values.pop(key)[0] for key in others}
+            others = [key for key in keys_not_of(backbone) if key in self.origins and key not in values]
+            dropped = {key: self._remove(key) for key in others}
             said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
             if said:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
-        self.values.update({name: (value, origin) for name, value in values.items()})
+        for name, value in values.items():
+            self._set(name, value, origin)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The raw value of `name`, or `default` if it is not set."""
+        section, _, leaf = name.rpartition(".")
+        return (self.values.get(section, {}) if section else self.values).get(leaf, default)
+
+    def _set(self, name: str, value: Any, origin: str) -> None:
+        section, leaf = self._place(name)
+        section[leaf] = value
+        self.origins[name] = origin
+
+    def _remove(self, name: str) -> Any:
+        section, leaf = self._place(name)
+        del self.origins[name]
+        return section.pop(leaf)
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        """The mapping that holds the value of `name`, made if it is missing, and its key there."""
+        section, _, leaf = name.rpartition(".")
+        return (self.values.setdefault(section, {}) if section else self.values), leaf
 
     def allow_code(self) -> None:
-        allow_code(self.values[key][0] for key in CODE_KEYS if key in self.values)
+        """Allow the import of the code that the settings name, since the user has typed or written it."""
+        allow_code(self.get(key) for key in CODE_KEYS if key in self.origins)
+
+    def names(self) -> frozenset[str]:
+        """The dotted names of the keys that are set. Raises ConfigError for names that are no keys."""
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        return frozenset(self.origins)
+
+    def load(self, notes: list[str] | None = None) -> Recipe:
+        """The recipe, as `load_recipe` returns it."""
+        self.allow_code()
+        settings = copy.deepcopy(self)
+        recipe = _validate(settings)
+        if notes is not None:
+            idle = (line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key))
+            notes += [*settings.notes, *idle]
+        return recipe
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """A copy of `recipe`, changed by these settings. Raises ConfigError with one line per problem."""
+        origins = dict.fromkeys(schema.options_of(Recipe), _RUN_BEFORE)
+        changed = RecipeSettings(recipe.model_dump(), origins, [*self.problems], {*self.invalid})
+        for name, origin in self.origins.items():
+            changed._set(name, self.get(name), origin)
+        return _validate(changed)
 
     def leave_out_idle(self, error: ValidationError) -> bool:
         """Reset keys without effect that the user did not set to their defaults; returns whether there were any."""
         causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
         lines = [line for cause in causes for line in getattr(cause, "args", ())]
-        keys = [line for line in lines if isinstance(line, schema.IdleKey) and line.key in self.values]
+        keys = [line for line in lines if isinstance(line, schema.IdleKey) and line.key in self.origins]
         idle = [line for line in keys if not self.is_users(line.key)]
         for line in idle:
-            del self.values[line.key]
+            self._remove(line.key)
             self.notes.append(f"left out of the recipe: {line.why}")
         return bool(idle)
 
     def is_users(self, key: str) -> bool:
         """Whether the command line or a file of the user's sets `key`, not a shipped recipe or the run before."""
-        _, origin = self.values.get(key, (None, _RUN_BEFORE))
+        origin = self.origins.get(key, _RUN_BEFORE)
         return origin != _RUN_BEFORE and Path(origin).parent != RECIPES
 
     def refuse(self, name: str, where: str) -> None:
@@ -237,25 +298,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
     without effect that the user has set. The code that it names may be imported from then on. Raises ConfigError with
     one line per problem.
     """
-    settings = _collect(config, overrides)
-    settings.allow_code()
-    recipe = _validate(settings)
-    if notes is not None:
-        notes += [
-            *settings.notes,
-            *(line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key)),
-        ]
-    return recipe
-
-
-def recorded_recipe(path: Path) -> Recipe:
-    """Load the recipe that a run has recorded in its folder, which allows no code. Raises as `load_recipe` does."""
-    return _validate(_collect(str(path), {}))
-
-
-def code_of(recipe: Recipe) -> list[str]:
-    """Each MODULE:NAME that a recipe names: --config with its file allows their import."""
-    return code_in([recipe.data.source, recipe.model.backbone, recipe.objective.terms, recipe.teacher.others])
+    return RecipeSettings.collect(config, overrides).load(notes)
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:
@@ -263,23 +306,17 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | No
 
     Raises ConfigError with one line per problem.
     """
-    changes = _collect(config, overrides)
-    values = {name: (value, _RUN_BEFORE) for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
-    return _validate(replace(changes, values=values | changes.values))
+    return RecipeSettings.collect(config, overrides).applied_to(recipe)
 
 
-def allow_typed_code(config: str | None, overrides: Mapping[str, Any]) -> None:
-    """Allow the import of the code that a recipe and overrides name, which the user has typed. Raises ConfigError for a
-    file that can't be read."""
-    _collect(config, overrides).allow_code()
+def recorded_recipe(path: Path) -> Recipe:
+    """Load the recipe that a run has recorded in its folder, which allows no code. Raises as `load_recipe` does."""
+    return _validate(RecipeSettings.collect(str(path), {}))
 
 
-def keys_set_by(config: str | None, overrides: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted names of the keys that a recipe and overrides set. Raises ConfigError as `load_recipe` does."""
-    settings = _collect(config, overrides)
-    if settings.problems:
-        raise ConfigError("\n".join(settings.problems))
-    return frozenset(settings.values)
+def code_of(recipe: Recipe) -> list[str]:
+    """Each MODULE:NAME that a recipe names: --config with its file allows their import."""
+    return code_in([recipe.data.source, recipe.model.backbone, recipe.objective.terms, recipe.teacher.others])
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -294,7 +331,8 @@ def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) ->
     Raises ConfigError, also if the file exists.
     """
     config = config or "vits16"
-    values, written = schema.flatten(load_recipe(config, overrides).model_dump()), keys_set_by(config, overrides)
+    settings = RecipeSettings.collect(config, overrides)
+    values, written = schema.flatten(settings.load().model_dump()), settings.names()
     lines = [f"# What is learned: recipe {config}, to edit. All keys and their defaults: dino-ds train --help all."]
     for option in recipe_options():
         section, _, leaf = option.name.rpartition(".")
@@ -316,17 +354,7 @@ def recipe_options() -> list[schema.Option]:
     return [*schema.options_of(Recipe).values()]
 
 
-def _collect(config: str | None, overrides: Mapping[str, Any]) -> _Settings:
-    """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file that
-    can't be read."""
-    settings = _Settings()
-    for path, content in [] if config is None else read_recipe_files(config):
-        settings.add(dict(_flatten(content, "", path, settings)), path)
-    settings.add(dict(_read_overrides(overrides, settings)), schema.COMMAND_LINE)
-    return settings
-
-
-def _read_overrides(overrides: Mapping[str, Any], settings: _Settings) -> Iterator[tuple[str, Any]]:
+def _read_overrides(overrides: Mapping[str, Any], settings: RecipeSettings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, its value, or None for a word that unsets it) of known names; refuse the others."""
     options = schema.options_of(Recipe)
     for name, value in overrides.items():
@@ -358,7 +386,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
 
 
-def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Settings) -> Iterator[tuple[str, Any]]:
+def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSettings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, raw value) of known keys; refuse the others."""
     known = schema.options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
@@ -374,45 +402,36 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Setting
             settings.refuse(name, f"{path}: ")
 
 
-def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put a recipe's values, by dotted name, under their sections."""
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        section, _, leaf = name.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[leaf] = value
-    return nested
-
-
-def _resolve_shares(values: dict[str, Any]) -> dict[str, Any]:
+def _resolve_shares(settings: RecipeSettings) -> None:
     """Replace each length such as "10 %", also that of a ramp, by that part of the run's length, if it is valid."""
+    options = schema.options_of(Recipe)
     with suppress(ValueError):
-        length = Length.parse(values.get("length", Recipe.model_fields["length"].default))
-        for name in values.keys() - {"length"}:
-            kinds, (ramp, over, text) = schema.options_of(Recipe)[name].type, str(values[name]).rpartition("over ")
-            if ("weight" if over else "length") in kinds.split(" or ") and (share := length.share(text)):
-                values[name] = f"{ramp}{over}{share}"
-    return values
+        length = Length.parse(settings.get("length", Recipe.model_fields["length"].default))
+        for name, origin in [*settings.origins.items()]:
+            kinds, (ramp, over, text) = options[name].type.split(" or "), str(settings.get(name)).rpartition("over ")
+            if name != "length" and ("weight" if over else "length") in kinds and (share := length.share(text)):
+                settings._set(name, f"{ramp}{over}{share}", origin)
 
 
-def _validate(settings: _Settings) -> Recipe:
+def _validate(settings: RecipeSettings) -> Recipe:
     """Build the recipe. Raises ConfigError with the lines of all problems, also of sections that contradict each other.
 
     pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
     checked again, without problems that only follow from the `invalid` ones.
     """
-    nested = by_section(_resolve_shares({name: value for name, (value, _) in settings.values.items()}))
-    lines, invalid = list(settings.problems), set(settings.invalid)
+    _resolve_shares(settings)
+    lines, values, invalid = list(settings.problems), settings.values, set(settings.invalid)
     recipe, wrong = None, {""}
     while recipe is None and wrong:
         try:
-            recipe = Recipe.model_validate(nested, context={INVALID_SECTIONS: invalid})
+            recipe = Recipe.model_validate(values, context={INVALID_SECTIONS: invalid})
         except ValidationError as error:
             if settings.leave_out_idle(error):
                 return _validate(settings)
-            lines += schema.problem_lines(error, settings.values)
+            lines += schema.problem_lines(error, settings.origins)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
             invalid |= wrong
-            nested = {name: value for name, value in nested.items() if name not in wrong}
+            values = {name: value for name, value in values.items() if name not in wrong}
     if recipe is None or lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
     return recipe

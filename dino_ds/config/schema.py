@@ -225,14 +225,14 @@ def show_value(value: object) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
-def problem_lines(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> list[str]:
-    """A line for each problem. values: dotted name -> (raw value, its origin)."""
-    return [line for problem in error.errors() for line in _lines(problem, values)]
+def problem_lines(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+    """A line for each problem. origins: dotted name -> the file or COMMAND_LINE that sets it."""
+    return [line for problem in error.errors() for line in _lines(problem, origins)]
 
 
-def _lines(problem: Any, values: Mapping[str, tuple[Any, str]]) -> list[str]:
+def _lines(problem: Any, origins: Mapping[str, str]) -> list[str]:
     name = ".".join(part for part in problem["loc"] if isinstance(part, str))
-    origin = values[name][1] if name in values else None
+    origin = origins.get(name)
     where = f"{origin}: {name}: " if origin else f"{name}: " if name else ""
     where = f"--{name}: " if origin == COMMAND_LINE else where
     return [where + line for line in _say(problem).splitlines()]

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import re
-import shlex
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from dino_ds.basics.files import check_format, is_url, read_object
 from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion, weights_elsewhere
 from dino_ds.config.fields import PATH, Length, Ramp, Resume
-from dino_ds.config.loading import allow_typed_code, change_recipe, keys_set_by, load_recipe, read_yaml, recorded_recipe
+from dino_ds.config.loading import RecipeSettings, change_recipe, read_yaml, recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import differences, flatten, named_values, options_of, show_value
 from dino_ds.errors import CheckpointError, ConfigError, one_line
@@ -212,40 +211,60 @@ def _is_there(path: str) -> bool:
     return os.path.lexists(path) or (plain != path and os.path.isdir(os.path.dirname(plain) or "."))
 
 
-_MOST_RUNS = 5
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none", "objective.preserve_weight": "0"}
 """Settings that a stage does not take over from the run's recipe: they say how that run began."""
 
 
 @dataclass(frozen=True)
-class RecipeRequest:
-    """A recipe as the user gave it: the names in `config`, and the options of the command line. notes: lines for the
-    user about values that are understood otherwise than written."""
+class Request:
+    """What a user asks of a command: the names of options and keys that were typed, and their values.
 
-    config: str | None
-    overrides: Mapping[str, Any]
+    Args:
+        options: the command's own options by name, converted; `config` and `ds_config` are among them.
+        recipe: keys of the recipe by dotted name, as text of a command line or as Python values.
+        ds: keys of the ds JSON, likewise.
+        notes: lines for the user about values that are understood otherwise than written.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    ds: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list, compare=False)
 
-    def recipe_for_start(self, run_dir: Path, stage_from: str | None, resumes: bool, by_own: bool = False) -> Recipe:
-        """The recipe of a start in `run_dir`. A resumed stage, or with `by_own` any resumed run, changes the recipe in
-        its folder; a new stage changes that of the run `stage_from`; other starts have the given recipe alone. Raises
-        ConfigError, and CheckpointError where the stage in `run_dir` began with another run.
+    @property
+    def config(self) -> str | None:
+        """The recipe that --config names."""
+        return self.options.get("config")
+
+    @property
+    def names_ds_config(self) -> bool:
+        """Whether the user has chosen a ds JSON, so that neither a resumed run nor the planner gives one."""
+        return "ds_config" in self.options
+
+    @functools.cached_property
+    def settings(self) -> RecipeSettings:
+        """The settings of the recipe by --config and keys. Raises ConfigError for a file that can't be read."""
+        return RecipeSettings.collect(self.config, self.recipe)
+
+    def recipe_for_start(self, run_dir: Path) -> Recipe:
+        """The recipe of a start in `run_dir`. A stage that is resumed, or any run that is resumed without --config and
+        --from, changes the recipe in its folder; a new stage changes that of the run of --from; other starts have the
+        given recipe alone. Raises ConfigError, and CheckpointError where the stage in `run_dir` began with another run.
         """
-        allow_typed_code(self.config, self.overrides)
+        self.settings.allow_code()
+        stage_from, resumes = self.options.get("from"), self.options.get("resume", False) is not False
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
         recorded = run_dir / "config.yaml"
+        by_own = self.config is None and origin is None
         if resumes and recorded.is_file() and (by_own or load_run_recipe(run_dir).stage_start is not None):
-            recipe = self.applied_to(own_recipe(run_dir, self.overrides, self.notes), forget=False)
+            recipe = self.applied_to(own_recipe(run_dir, self.recipe, self.notes), forget=False)
             if recipe.stage_start is None:
                 return recipe
             there = Origin.of_stage(run_dir)
             if origin is not None:
                 there.check_is(origin, step)
             return self.rebased_to_step(recipe, there.first_step)
-        if origin is None:
-            recipe = load_recipe(self.config, self.overrides, self.notes)
-        else:
-            recipe = self.applied_to(self._recipe_of_run(origin))
+        recipe = self.settings.load(self.notes) if origin is None else self.applied_to(self._recipe_of_run(origin))
         if (origin is None) != (recipe.stage_start is None):
             raise ConfigError(_one_without_the_other(recipe))
         if origin and origin.resolve() == run_dir.resolve():
@@ -262,7 +281,7 @@ class RecipeRequest:
         if not (run_dir / "config.yaml").is_file():
             near = near_run(run_dir)
             raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near}")
-        return own_recipe(run_dir, keys_set_by(self.config, self.overrides), self.notes)
+        return own_recipe(run_dir, self.settings.names(), self.notes)
 
     def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
         """Change a run's `recipe` by the given one; `forget`: without the settings that say how that run began."""
@@ -271,12 +290,12 @@ class RecipeRequest:
             dropped = f"objective.preserve_weight {weight} ends with the run before: it kept features of {start}"
             self.notes.extend([dropped] if weight else [])
             recipe = change_recipe(recipe, _OF_A_RUN | recipe.outlasting_start)
-        return change_recipe(recipe, self.overrides, self.config)
+        return self.settings.applied_to(recipe)
 
     def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:
         """Rebase the `recipe` of a stage that began at `step`: lengths that are set here count from `step`, and those
         that are taken over stay. If the stage restarts at step 0, all lengths count from there."""
-        written = keys_set_by(self.config, self.overrides)
+        written = self.settings.names()
         restarts = recipe.stage_start == "restart"
         moved = {
             key: show_value(_counted_from(value, 0 if restarts else step))
@@ -401,56 +420,3 @@ def _counted_from(value: Length | Ramp, step: int) -> Length | Ramp:
         return replace(value, begin=step)
     assert value.length is not None
     return replace(value, length=replace(value.length, begin=step))
-
-
-def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> tuple[str, str]:
-    """The run folder for recipe `name`, and a line about the choice if there are several, else "".
-
-    A new run gets the number after the newest run's; a start that `resumes` gets the newest run. All ranks of one
-    machine see the same folders until the run begins. Ranks on several machines might not (a network disk's cache):
-    they take the name without a number. Raises ConfigError if they would have to resume a numbered run.
-    """
-    first = os.path.join("runs", name)
-    numbers = sorted(_numbers(first))
-    if not numbers:
-        return first, ""
-    last = numbers[-1]
-    newest = first if last == 1 else f"{first}-{last}"
-    if _several_machines(environment):
-        if resumes and last > 1:
-            several = f"there are {len(numbers)} runs of {name}"
-            raise ConfigError(f"{several}: on several machines name the one to resume, --run_dir {newest}")
-        return first, ""
-    if resumes:
-        return newest, f"run folder {newest}, the newest of {len(numbers)} of {name}" if len(numbers) > 1 else ""
-    free = f"{first}-{last + 1}"
-    return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
-
-
-def only_run(resume: str) -> tuple[str, str]:
-    """The folder of the only run in runs/, for the option `resume` alone, and a line about it. Raises CheckpointError
-    without a run, and with several one that names the command for each, the newest first."""
-    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
-    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
-    if not runs:
-        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
-    if len(runs) > 1:
-        more = f"; and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
-        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
-        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
-    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
-
-
-def _numbers(first: str) -> list[int]:
-    """Numbers N of the folders `first`-N that hold a run, 1 for `first` itself."""
-    path = Path(first)
-    pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
-    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
-    taken = [match for folder, match in matches if match and holds_run(folder)]
-    return [int(match[1] or 1) for match in taken if match[1] != "1"]
-
-
-def _several_machines(environment: Mapping[str, str]) -> bool:
-    """Whether the ranks of this start are on more than one machine, as far as their launcher says."""
-    here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or "1"
-    return environment.get("WORLD_SIZE", "1") != here

@@ -23,6 +23,7 @@ from dino_ds.config.crops import FROZEN, CropGroup
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder, fused_attention
+from dino_ds.data.feed import Batch
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
@@ -32,7 +33,7 @@ from dino_ds.engine.process import DTYPES
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import build_head, build_meta, optimizer_options
 from dino_ds.method.specs.own import heads_of, teachers_of
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import ViTSpec
@@ -171,7 +172,8 @@ class _Rehearsal:
             *(network for teacher in teachers.values() for network in (teacher.network, teacher._running)),
         ]
         known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        recorder = make_recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
+        inputs = tree_leaves([(batch.crops, batch.drop_keys, batch.masks) for batch in window])
+        recorder = make_recorder([*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))])
         self._engine.recorder = recorder
         running = {name: teacher._running for name, teacher in teachers.items()}
         with recorder.listening(self._network, running):
@@ -263,7 +265,7 @@ def _frozen_source(recipe: Recipe, frozen: ViTSpec | None) -> FrozenSource | Non
     return FrozenSource(path, spec, side, "dino", {}, heads, normalization, free_prototypes=free)
 
 
-def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:
+def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Batch:
     """Crops, keys, and masks that hide the expected number of patches; drawn masks of the law dinov2 hide 1 % fewer."""
     crops, masks = {}, {}
     for group in groups:
@@ -277,7 +279,7 @@ def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:
                 "rows": torch.zeros(hidden, dtype=torch.int64),
                 "weights": torch.ones(hidden),
             }
-    return Inputs(crops, torch.zeros(images, dtype=torch.int64), masks)
+    return Batch(crops, torch.zeros(images, dtype=torch.int64), masks)
 
 
 def expected_hidden(recipe: Recipe) -> float:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dino_ds.basics.machine import shorten_socket_names
 from dino_ds.basics.own_code import is_own
-from dino_ds.basics.seeds import crop_seed, seed_generators
+from dino_ds.basics.seeds import crop_seed, sample_keys, seed_generators
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
 from dino_ds.config.recipe import Recipe
@@ -260,6 +260,7 @@ class LoaderBatch:
     crops: dict[str, Tensor]
     params: dict[str, list[AugmentationParams]] | None
     indices: Tensor
+    drop_keys: Tensor
     epoch: int
     names: list[str]
     bad: list[str]
@@ -274,23 +275,24 @@ class LoaderBatch:
         params = self.params and {name: [part.moved(move) for part in parts] for name, parts in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
         masks = {name: {key: move(tensor) for key, tensor in mask.items()} for name, mask in self.masks.items()}
-        indices, normalize = move(self.indices), move(self.normalize)
-        return replace(self, crops=crops, params=params, indices=indices, normalize=normalize, masks=masks)
+        indices, drop_keys, normalize = map(move, (self.indices, self.drop_keys, self.normalize))
+        return LoaderBatch(crops, params, indices, drop_keys, self.epoch, self.names, self.bad, normalize, masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # One tensor holds everything but the crops: the message in the pipe is then smaller than a page and written in
         # one piece, so that a loader process that is killed never leaves the reader waiting for the rest. Tensors go by
         # shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
         masks = {name: {key: tensor.numpy() for key, tensor in mask.items()} for name, mask in self.masks.items()}
-        indices, normalize = self.indices.numpy(), self.normalize.numpy()
-        rest = pickle.dumps((self.params, indices, self.epoch, self.names, self.bad, normalize, masks))
+        tensors = self.indices.numpy(), self.drop_keys.numpy(), self.normalize.numpy()
+        rest = pickle.dumps((self.params, tensors, self.epoch, self.names, self.bad, masks))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
-    params, indices, epoch, names, bad, normalize, arrays = pickle.loads(rest.numpy().tobytes())
+    params, tensors, epoch, names, bad, arrays = pickle.loads(rest.numpy().tobytes())
     masks = {name: {key: torch.from_numpy(array) for key, array in mask.items()} for name, mask in arrays.items()}
-    return LoaderBatch(crops, params, torch.from_numpy(indices), epoch, names, bad, torch.from_numpy(normalize), masks)
+    indices, drop_keys, normalize = map(torch.from_numpy, tensors)
+    return LoaderBatch(crops, params, indices, drop_keys, epoch, names, bad, normalize, masks)
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
@@ -332,8 +334,9 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             params = None
         seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
         masks = draw_masks(multicrop.groups, multicrop.masks, seeds)
-        indices = torch.tensor([index for _, index in keys])
-        return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalize, masks)
+        epoch, indices = keys[0][0], torch.tensor([index for _, index in keys])
+        drop_keys = sample_keys(self._options.seed, epoch, indices)
+        return LoaderBatch(crops, params, indices, drop_keys, epoch, names, bad, normalize, masks)
 
     def _prepare(self, now: Sequence[int], later: Sequence[int]) -> None:
         """Announce the images of this batch and of this process's next one, except those in the cache."""

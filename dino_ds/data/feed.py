@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dino_ds.config.crops import Masks
@@ -23,24 +26,25 @@ class Position:
         return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """A micro-batch on the device.
 
     Attributes:
         crops: by crop group, in the order of the groups, each crop as (b, c, h, w) float32.
+        drop_keys: the `sample_keys` of the images, (b,) int64, for stochastic depth; None without it.
+        masks: patches of masked groups that are hidden from the student.
         indices: of the images, (b,) int64, all drawn in `epoch`.
         names: of the images.
         bad: name and reason of each unreadable image that was replaced.
-        masks: patches of masked groups that are hidden from the student.
     """
 
-    crops: dict[str, list[Tensor]]
-    indices: Tensor
-    epoch: int
-    names: list[str]
-    bad: list[str]
-    masks: Masks = field(default_factory=dict)
+    crops: Mapping[str, Sequence[Tensor]]
+    drop_keys: Tensor | None = None
+    masks: Masks = MappingProxyType({})
+    indices: Tensor = torch.empty(0, dtype=torch.int64)
+    epoch: int = 0
+    names: Sequence[str] = ()
+    bad: Sequence[str] = ()
 
 
 class Feed(Protocol):

@@ -73,8 +73,9 @@ class DevicePrefetcher:
             ready = self._to_device(next(self._loader))
         step = torch.cuda.current_stream(self._device)
         step.wait_stream(self._stream)
+        keys = [] if ready.drop_keys is None else [ready.drop_keys]
         masks = (tensor for mask in ready.masks.values() for tensor in mask.values())
-        for tensor in (*all_crops(ready.crops), ready.indices, *masks):
+        for tensor in (*all_crops(ready.crops), ready.indices, *keys, *masks):
             tensor.record_stream(step)  # or the side stream would reuse its memory while the step reads it
         return ready
 
@@ -108,7 +109,7 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
         moved = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
     with named_range(AUGMENTATION):
         crops = augmented_crops(moved)
-    return Batch(crops, moved.indices, batch.epoch, batch.names, batch.bad, moved.masks)
+    return Batch(crops, moved.drop_keys, moved.masks, moved.indices, batch.epoch, batch.names, batch.bad)
 
 
 class BatchKeys(list[tuple[int, int]]):

@@ -22,6 +22,7 @@ from dino_ds.engine import distributed, optim
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.muon import Muon
 from dino_ds.engine.saved_state import EngineState, SavedState
+from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.engine.state import (
     OptimizerShard,
     export_state,
@@ -127,9 +128,9 @@ class Engine:
         """Accumulate the gradient of the mean loss of one micro-batch."""
         self._engine.backward(loss)
 
-    def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
-        """Set lr and weight_decay of the parameter groups of each name; a group's own multiplier then scales its lr."""
-        optim.apply_settings(self._optimizer.param_groups, settings)
+    def set_groups(self, schedule: ScheduleValues) -> None:
+        """Set lr and weight decay of the parameter groups for a step."""
+        optim.set_groups(self._optimizer.param_groups, schedule)
 
     def freeze_prototypes(self, frozen: bool) -> None:
         self._engine.module.freeze_prototypes(frozen)

@@ -76,7 +76,7 @@ def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = T
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, without frozen parameters and without empty groups, which DeepSpeed would drop.
 
-    Keys of a group: "name", by which `group_settings` gives its lr and weight decay; "lr_multiplier", a factor on that
+    Keys of a group: "name", by which `set_groups` sets its lr and weight decay; "lr_multiplier", a factor on that
     lr; "part", the part of the network with which its gradient is clipped; "kind", the optimizer that updates it.
     Groups of the same name differ in another of these keys. Raises ConfigError for a learning rate of a patch embedding
     that the network does not have, and where Muon has no matrix to orthogonalize.
@@ -124,27 +124,18 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
     return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
 
 
-def group_settings(schedule: ScheduleValues) -> dict[str, dict[str, float]]:
-    """The lr and weight_decay of the groups of each name in this step; both are 0 in a frozen group."""
-
-    def settings(frozen: bool, weight_decay: float) -> dict[str, float]:
-        moves = 0.0 if frozen else 1.0
-        return {"lr": schedule.lr * moves, "weight_decay": weight_decay * moves}
-
-    return {
-        DECAY: settings(False, schedule.weight_decay),
-        NO_DECAY: settings(False, 0.0),
-        PROTOTYPES: settings(schedule.prototypes_frozen, schedule.weight_decay),
-        BACKBONE + DECAY: settings(schedule.backbone_frozen, schedule.weight_decay),
-        BACKBONE + NO_DECAY: settings(schedule.backbone_frozen, 0.0),
+def set_groups(groups: Iterable[dict[str, Any]], schedule: ScheduleValues) -> None:
+    """Set lr and weight decay of an optimizer's `groups` for a step; both are 0 in a frozen group."""
+    frozen = {
+        PROTOTYPES: schedule.prototypes_frozen,
+        BACKBONE + DECAY: schedule.backbone_frozen,
+        BACKBONE + NO_DECAY: schedule.backbone_frozen,
     }
-
-
-def apply_settings(groups: Iterable[dict[str, Any]], settings: dict[str, dict[str, float]]) -> None:
-    """Set lr and weight decay, as `group_settings` gives them, in an optimizer's `groups`."""
     for group in groups:
-        group.update(settings[group["name"]])
-        group["lr"] *= group["lr_multiplier"]
+        moves = 0.0 if frozen.get(group["name"]) else 1.0
+        decays = not group["name"].endswith(NO_DECAY)
+        group["lr"] = schedule.lr * moves * group["lr_multiplier"]
+        group["weight_decay"] = schedule.weight_decay * moves if decays else 0.0
 
 
 class Lars(torch.optim.Optimizer):

@@ -31,7 +31,6 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.features import ImageMemory, keep_generators
-from dino_ds.method.step import Inputs
 from dino_ds.run.run import StepContext
 
 _BATCH = 32
@@ -90,9 +89,8 @@ class HeldOutLoss:
     def _measure(self, batch: LoaderBatch, moment: StepContext) -> list[float]:
         """The loss and the scalars of the objective for one micro-batch."""
         assert moment.training is not None
-        ready = to_device(batch, moment.device)
         with distributed.alone():
-            loss, scalars = moment.training.measure(Inputs(ready.crops, None, ready.masks))
+            loss, scalars = moment.training.measure(to_device(batch, moment.device))
         return [float(loss), *(float(scalars[name]) for name in moment.training.objective.scalars)]
 
     def _means(self, losses: dict[int, list[float]], bad: list[str], moment: StepContext) -> dict[str, float]:

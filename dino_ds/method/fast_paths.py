@@ -19,16 +19,16 @@ from torch import Tensor
 
 from dino_ds.basics.files import cache_folder, hash_code
 from dino_ds.basics.ranges import TAKEN
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.crops import student_masks
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.feed import Batch
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.photometric import kernel_difference
 from dino_ds.engine import distributed
 from dino_ds.engine.process import DTYPES, release_memory
 from dino_ds.errors import one_line
-from dino_ds.method.step import Inputs
-from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Compared, Comparison, Logits
 
@@ -112,14 +112,14 @@ def _take(case: Case, names: Collection[str]) -> PerformanceOptions:
     return replace(asked, attention=attention, compile=mode)
 
 
-def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
+def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Batch:
     """A micro-batch of normal noise, different on each rank, with masks drawn as the recipe says."""
     first = distributed.rank() * images
     keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     shape, normal = (images, recipe.model.in_chans), functools.partial(torch.randn, device=device, generator=generator)
     crops = {group.name: [*normal(group.count, *shape, group.size, group.size)] for group in recipe.groups}
-    return Inputs(crops, keys, synthetic_masks(recipe, images, device))
+    return Batch(crops, keys, synthetic_masks(recipe, images, device))
 
 
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dino_ds.basics.ranges import named_range
 from dino_ds.basics.seeds import crop_seed, seed_generators
-from dino_ds.config.crops import CropGroup, Masks, student_masks
+from dino_ds.config.crops import CropGroup, student_masks
+from dino_ds.data.feed import Batch
 from dino_ds.engine.distributed import RankFlags, rank, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
+from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES
 from dino_ds.engine.schedules import Schedules, ScheduleValues
 from dino_ds.method.objective import Objective
 from dino_ds.method.teacher import Teachers
-from dino_ds.models.base import Crops
 from dino_ds.models.drop_path import step_key
 from dino_ds.models.fused import uncompiled
 
@@ -41,14 +40,6 @@ class MicroStep:
     scalars: dict[str, Tensor]
     progress: Progress
     schedule: ScheduleValues
-
-
-class Inputs(NamedTuple):
-    """A micro-batch on the device: crops by group; drop_keys (b,) int64 for stochastic depth; masks of crop groups."""
-
-    crops: Crops
-    drop_keys: Tensor | None = None
-    masks: Masks = MappingProxyType({})
 
 
 class TrainingStep:
@@ -88,30 +79,30 @@ class TrainingStep:
         """The number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1."""
         return self.engine.config.accumulation if self.objective.whole_step else 1
 
-    def prepare(self, window: Sequence[Inputs]) -> None:
+    def prepare(self, window: Sequence[Batch]) -> None:
         """Make the targets of the next micro-batches; call it at the beginning of a step if `window` is more than 1."""
         assert len(window) == self.window and not self._targets
         self._seed_draws(_TARGETS, rank())
         with named_range("teacher"):
-            outputs = [self.teachers(inputs.crops, inputs.masks, self.schedule) for inputs in window]
+            outputs = [self.teachers(batch.crops, batch.masks, self.schedule) for batch in window]
         with named_range("targets"):
-            self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
+            self._targets = self.objective.targets(outputs, [batch.masks for batch in window], self.schedule)
 
-    def micro_batch(self, inputs: Inputs, after_backward: Callable[[], None] | None = None) -> MicroStep:
+    def micro_batch(self, batch: Batch, after_backward: Callable[[], None] | None = None) -> MicroStep:
         """Run one micro-batch, after making its targets unless `prepare` has made them.
 
         after_backward: called while the device works, before the optimizer's results are read.
         """
-        schedule, (crops, drop_keys, masks) = self.schedule, inputs
+        schedule = self.schedule
         if not self._targets:
-            self.prepare([inputs])
+            self.prepare([batch])
         targets = self._targets.pop(0)
         self._seed_draws(_LOSS, rank())
         self._micro_batches += 1
         with named_range("student"):
-            seen = {name: crops[name] for name in self._student_groups}
-            hidden = student_masks(self._groups, masks)
-            outputs = self.engine(seen, drop_keys, hidden, self.objective.comparisons(targets), self._step_key)
+            seen = {name: batch.crops[name] for name in self._student_groups}
+            hidden = student_masks(self._groups, batch.masks)
+            outputs = self.engine(seen, batch.drop_keys, hidden, self.objective.comparisons(targets), self._step_key)
         with named_range("loss"):
             loss, scalars = self.objective.loss(outputs, targets, schedule)
         with named_range("backward"):
@@ -145,11 +136,11 @@ class TrainingStep:
         self._begin_step()
 
     @torch.no_grad()
-    def measure(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def measure(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss and scalars of a micro-batch with the schedule of the next step; call it between steps.
 
         Nothing is dropped at random, and no statistic, buffer or counter changes. Every rank must call it."""
-        schedule, (crops, _, masks) = self.schedule, inputs
+        schedule, crops, masks = self.schedule, batch.crops, batch.masks
         with self.engine.evaluating(), uncompiled():
             outputs = self.teachers(crops, masks, schedule)
             (targets,) = self.objective.targets([outputs], [masks], schedule)
@@ -204,7 +195,7 @@ class TrainingStep:
         else:
             _copy(self._buffers, buffers)
         self._own_states = self.objective.own.copy()
-        self.engine.set_groups(group_settings(schedule))
+        self.engine.set_groups(schedule)
         self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)
         # In the reference a frozen layer has no gradient at all, so its Adam state begins here.

@@ -23,12 +23,6 @@ from dino_ds.models.fused import fused, fuses, fuses_in_block
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 
 
-def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """One int64 key for each image of a batch: indices (b,) int64 on any device -> (b,) there."""
-    base = mix(mix(torch.tensor(seed, dtype=torch.int64)) + epoch)
-    return mix(base + indices)  # a CPU scalar is an argument of the kernel, not a copy to the device
-
-
 def step_key(seed: int, step: int) -> int:
     """One key below 2^63 for random choices that all images of a step share."""
     return crop_seed(seed, step, -1) >> 1  # -1: no image has this index

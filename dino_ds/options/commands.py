@@ -26,6 +26,7 @@ declare_command(
     "train",
     takes_recipe=True,
     takes_ds=True,
+    takes_request=True,
     needs_images=True,
     ds_shown="the run's that is resumed; else the planner's for the GPUs, or ds_configs/zero0_fp32.json without",
 )
@@ -74,7 +75,7 @@ class ShardOptions:
     json: Json = False
 
 
-@command("doctor", "train", takes_recipe=True, takes_flags=True, takes_ds=True, loads_torch=False)
+@command("doctor", "train", takes_recipe=True, takes_request=True, takes_ds=True, loads_torch=False)
 class DoctorOptions:
     """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
@@ -130,7 +131,7 @@ class BenchLadderOptions(BenchOptions):
     steps: _Steps = 7
 
 
-@command("bench tune", "measure", takes_recipe=True, takes_ds=True, takes_flags=True)
+@command("bench tune", "measure", takes_recipe=True, takes_ds=True, takes_request=True)
 class BenchTuneOptions:
     """the largest and the fastest micro-batch, loader processes and levers of this machine, by measuring"""
 

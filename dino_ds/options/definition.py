@@ -64,15 +64,14 @@ class Command:
 
     Args:
         options: the class whose instance the function of `dino_ds.cli.commands` gets, besides `recipe`, `ds` and
-            `ds_path` if it takes them; `train` also gets `given`, the recipe as the user has set it.
+            `ds_path` if it takes them.
         group: heading of help.
         recipe: default of --config, None for the schema's defaults.
         ds_config: default of --ds_config, None where it may be left out (`ds` and `ds_path` are None then).
         needs_images: images must be named.
-        takes_flags: the function also gets `flags`, the options as they were given.
+        takes_request: the function also gets `request`, the names and values as the user has given them.
         loads_torch: the command needs torch: it stops before it starts if torch does not load.
-        ds_shown: words of help for the default of --ds_config, where that depends on the machine; the function then
-            gets `ds_overrides`, the keys that `--ds.` options change, or None where --ds_config is given.
+        ds_shown: words of help for the default of --ds_config, where that depends on the machine.
     """
 
     name: str
@@ -84,7 +83,7 @@ class Command:
     takes_ds: bool = False
     ds_config: str | None = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
-    takes_flags: bool = False
+    takes_request: bool = False
     loads_torch: bool = True
     ds_shown: str = ""
 

@@ -1,8 +1,8 @@
-"""Reads a command line, or the keywords of a call in Python, and refuses unknown options before anything starts.
+"""Reads a command line, or the keywords of a call in Python, as a `Request`, and refuses unknown options before
+anything starts. fire runs a command before it complains about a bad flag: after a typo, a run would train for days with
+defaults.
 
-fire runs a command before it complains about a bad flag: after a typo, a run would train for days with defaults.
-
-Turns parsed flags into the arguments of a command's function: its options, and the content of named files.
+Turns a request into the arguments of a command's function: its options, and the content of named files.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,75 +23,60 @@ from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.ds_schema import is_key, key_names, wrong_key
 from dino_ds.config.loading import key_elsewhere, load_recipe, recipe_names
 from dino_ds.config.schema import Option
-from dino_ds.config.stages import RecipeRequest, default_folder, holds_run, nothing_to_resume, only_run
+from dino_ds.config.stages import Request, holds_run, nothing_to_resume
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 from dino_ds.run.train_options import TrainOptions
 
+_MOST_RUNS = 5
 _NO_IMAGES = "no images are given: --data.root FOLDER, --data.source NAME, or --config quickstart for embedded photos"
 
 
-def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
-    """Return an instance of the command's options, and the other keywords of its function. Raises ConfigError.
-
-    The caller must take out the keyword `notes`, lines for the user; `train` has none, its notes are in `given`.
-    """
-    check_required(command, flags)
-    values = {**flags.fixed}
-    config, ds_config = values.pop("config", command.recipe), values.pop("ds_config", command.ds_config)
-    values.pop("debug", None)
-    fields = {option.name: field_of(option) for option in command.all_options}
-    options = command.options(**{fields[name]: value for name, value in values.items()})
+def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
+    """Return an instance of the command's options, and the other keywords of its function. Raises ConfigError."""
+    check_required(command, request)
+    config = request.options.get("config", command.recipe)
+    ds_config = request.options.get("ds_config", command.ds_config)
+    fields = {option.name: field_of(option) for option in command.own_options}
+    own = {field: request.options[name] for name, field in fields.items() if name in request.options}
+    options = command.options(**own)
     allow_code(getattr(options, name, None) for name in ("allow_code", "source", "backbone"))
-    files: dict[str, Any] = {}
+    files: dict[str, Any] = {"request": request} if command.takes_request else {}
     problems: list[str] = []
     if command.takes_recipe:
         try:
             if command is TRAIN:
-                options, files = _read_train(options, config, flags.recipe)
+                options = _with_run_folder(options, request)
+                files["recipe"] = request.recipe_for_start(Path(options.run_dir))
             else:
-                files["notes"] = list[str]()
-                files["recipe"] = load_recipe(config, flags.recipe, files["notes"])
-            data = files["recipe"].data
-            if (
-                command.needs_images
-                and not values.get("print")
-                and data.source == "folder"
-                and not data.root
-                and not data.mixture
-            ):
+                files["recipe"] = load_recipe(config, request.recipe, request.notes)
+            data, prints = files["recipe"].data, getattr(options, "print", None)
+            if command.needs_images and not prints and data.source == "folder" and not data.root and not data.mixture:
                 problems.append(_NO_IMAGES)
         except ConfigError as error:
             problems.append(str(error))
-    if command.takes_ds and ds_config is None:
-        files |= {"ds": None, "ds_path": None}
-        if flags.ds:
-            problems.append(
-                f"--ds.{next(iter(flags.ds))} changes a ds JSON, and none is given: name it with --ds_config"
-            )
-    elif command.takes_ds:
+    if command.takes_ds and ds_config is not None:
         try:
-            files["ds"] = load_ds_config(ds_config, flags.ds)
+            files["ds"] = load_ds_config(ds_config, request.ds)
             files["ds_path"] = find_ds_config(ds_config)
         except ConfigError as error:
             problems.append(str(error))
+    elif command.takes_ds:
+        files |= {"ds": None, "ds_path": None}
+        if request.ds:
+            problems.append(
+                f"--ds.{next(iter(request.ds))} changes a ds JSON, and none is given: name it with --ds_config"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
-    if command.ds_shown:
-        files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if command.takes_flags:
-        files["flags"] = flags
     return options, files
 
 
-def _read_train(
-    options: TrainOptions, config: str | None, overrides: Mapping[str, Any]
-) -> tuple[TrainOptions, dict[str, Any]]:
-    """Return `train`'s options with a run folder, and as keywords the recipe and what the user gave for it.
-
-    Raises ConfigError, and CheckpointError if --from does not name a run.
-    """
+def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
+    """Return `train`'s options with a run folder. Raises ConfigError for options that don't go together, and
+    CheckpointError where there is no run to resume."""
+    config, overrides = request.config, request.recipe
     if options.print == "-":
         raise ConfigError("--print -: the recipe goes to a file: name one, such as --print recipe.yaml")
     if options.print is not None and (options.from_ or options.resume is not False):
@@ -103,20 +88,69 @@ def _read_train(
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""
     if not options.run_dir and config is None and options.resume not in (False, "auto"):
-        folder, note = only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
+        folder, note = _only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
     elif not options.run_dir:
-        folder, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
+        folder, note = _default_folder(Path(config or "vits16").stem, options.resume is not False)
+    request.notes.extend([note] if note else [])
     if is_url(folder):
         raise ConfigError(f"--run_dir {folder} is not a folder: keep a run on a disk, then copy its folder there")
     options = dataclasses.replace(options, run_dir=os.path.expanduser(folder))  # as a shell does it
-    requested, run_dir = RecipeRequest(config, overrides, [note] if note else []), Path(options.run_dir)
-    alone, resumes = config is None and options.from_ is None, options.resume is not False
-    if alone and resumes:
-        _check_resumed(run_dir, overrides, may_start=options.resume == "auto")
-    return options, {
-        "recipe": requested.recipe_for_start(run_dir, options.from_, resumes, by_own=alone),
-        "given": requested,
-    }
+    if config is None and options.from_ is None and options.resume is not False:
+        _check_resumed(Path(options.run_dir), overrides, may_start=options.resume == "auto")
+    return options
+
+
+def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
+    """The run folder for recipe `name`, and a line about the choice if there are several, else "".
+
+    A new run gets the number after the newest run's; a start that `resumes` gets the newest run. All ranks of one
+    machine see the same folders until the run begins. Ranks on several machines might not (a network disk's cache):
+    they take the name without a number. Raises ConfigError if they would have to resume a numbered run.
+    """
+    first = os.path.join("runs", name)
+    numbers = sorted(_numbers(first))
+    if not numbers:
+        return first, ""
+    last = numbers[-1]
+    newest = first if last == 1 else f"{first}-{last}"
+    if _on_several_machines():
+        if resumes and last > 1:
+            several = f"there are {len(numbers)} runs of {name}"
+            raise ConfigError(f"{several}: on several machines name the one to resume, --run_dir {newest}")
+        return first, ""
+    if resumes:
+        return newest, f"run folder {newest}, the newest of {len(numbers)} of {name}" if len(numbers) > 1 else ""
+    free = f"{first}-{last + 1}"
+    return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
+
+
+def _only_run(resume: str) -> tuple[str, str]:
+    """The folder of the only run in runs/, for the option `resume` alone, and a line about it. Raises CheckpointError
+    without a run, and with several one that names the command for each, the newest first."""
+    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
+    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
+    if not runs:
+        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
+    if len(runs) > 1:
+        more = f"; and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
+        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
+        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
+    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
+
+
+def _numbers(first: str) -> list[int]:
+    """Numbers N of the folders `first`-N that hold a run, 1 for `first` itself."""
+    path = Path(first)
+    pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
+    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
+    taken = [match for folder, match in matches if match and holds_run(folder)]
+    return [int(match[1] or 1) for match in taken if match[1] != "1"]
+
+
+def _on_several_machines() -> bool:
+    """Whether the ranks of this start are on more than one machine, as far as their launcher says."""
+    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    return os.environ.get("WORLD_SIZE", "1") != here
 
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:
@@ -138,38 +172,28 @@ def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool)
 ALIASES = {"deepspeed_config": "ds_config"}
 
 
-@dataclass
-class Flags:
-    """The options of a call: the command's own, converted, and overrides of the recipe and the ds JSON by dotted key,
-    as text from a command line or as Python values."""
-
-    fixed: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
-    ds: dict[str, Any] = field(default_factory=dict)
-
-
-def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
+def parse_flags(command: Command, argv: Sequence[str]) -> Request:
     """Read the words after the command's name. Raises ConfigError with one line per problem."""
-    flags, problems = Flags(), list[str]()
+    request, problems = Request(), list[str]()
     for name, value in _pairs(command, list(argv), problems):
-        _store(command, flags, name, value, problems)
+        _store(command, request, name, value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    return flags
+    return request
 
 
-def flags_of_call(command: Command, keywords: Mapping[str, Any]) -> Flags:
+def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
     """Read the keywords of a call in Python; None is an option that is not given. Raises ConfigError with one line
     per problem."""
     by_name = {name: option for option in command.all_options for name in (field_of(option), option.name)}
-    flags, problems = Flags(), list[str]()
+    request, problems = Request(), list[str]()
     for name, value in _flat("", keywords, command):
         option = by_name.get(name)
         if name in ("json", "debug", "print"):
             problems.append(f"{name}: not an option in Python")
         elif option is None:
             if name != "ds" or value is not None:
-                _store(command, flags, name, value, problems)
+                _store(command, request, name, value, problems)
         elif isinstance(value, dict):
             problems.append(
                 f"{name}: a dict is not a value; name a file, and set keys beside it: "
@@ -177,13 +201,13 @@ def flags_of_call(command: Command, keywords: Mapping[str, Any]) -> Flags:
             )
         elif isinstance(value, tuple) and option.takes_words:
             for part in value:
-                _store(command, flags, option.name, part, problems)
+                _store(command, request, option.name, part, problems)
         elif value is not None:
             is_text = isinstance(value, tuple) and not option.takes_list
-            _store(command, flags, option.name, ",".join(map(unquoted, value)) if is_text else value, problems)
+            _store(command, request, option.name, ",".join(map(unquoted, value)) if is_text else value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    return flags
+    return request
 
 
 def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[tuple[str, Any]]:
@@ -216,11 +240,11 @@ def _plain(name: str, value: Any) -> Any:
     )
 
 
-def check_required(command: Command, flags: Flags) -> None:
+def check_required(command: Command, request: Request) -> None:
     """Raises ConfigError for an option that has no default and was not given."""
     wanted = [option for option in command.own_options if option.info.is_required()]
     for option in wanted:
-        if option.name not in flags.fixed:
+        if option.name not in request.options:
             named = [f"--{other.name} {[*other.choices, 'X'][0]}" for other in wanted if not other.fact("bare")]
             usage = " ".join(["dino-ds", command.name, *(word.upper() for word in command.bare), *named])
             raise ConfigError(f"no {option.name} is given: {usage}, {meaning(option)}")
@@ -312,17 +336,17 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and not re.fullmatch(r"-[0-9.].*|-", word)
 
 
-def _store(command: Command, flags: Flags, name: str, value: Any, problems: list[str]) -> None:
+def _store(command: Command, request: Request, name: str, value: Any, problems: list[str]) -> None:
     name = ALIASES.get(name, name)
     fixed = next((option for option in command.all_options if option.name == name), None)
     target: dict[str, Any]
     if fixed is not None:
-        target, key, unknown = flags.fixed, name, None
+        target, key, unknown = request.options, name, None
     elif command.takes_ds and name.startswith("ds."):
-        target, key = flags.ds, name[3:]
+        target, key = request.ds, name[3:]
         unknown = None if is_key(key) else wrong_key(key)
     else:
-        target, key = flags.recipe, name
+        target, key = request.recipe, name
         unknown = None if name in command.known_options else _unknown(command, name)
     if unknown is not None:
         typed = name if name.startswith("-") else f"--{name}"
@@ -332,7 +356,7 @@ def _store(command: Command, flags: Flags, name: str, value: Any, problems: list
     elif isinstance(value, str) and not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
     elif fixed is not None and fixed.takes_words:
-        flags.fixed[key] = (*flags.fixed.get(key, ()), value)
+        request.options[key] = (*request.options.get(key, ()), value)
     elif key in target:
         problems.append(f"--{name} is given twice: {as_written(str(target[key]))} and {as_written(value)}")
     elif fixed is None:

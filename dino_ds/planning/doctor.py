@@ -33,12 +33,12 @@ from dino_ds.config.ds_config import CHECKOUT, resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import RECIPES, read_recipe_files
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Request
 from dino_ds.data.mixture import place_of
 from dino_ds.data.root import check_root
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.options.definition import Result
-from dino_ds.options.flags import Flags
 
 FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
 _DRIVER = "/proc/driver/nvidia/version"
@@ -75,12 +75,12 @@ def make_finding(topic: str, text: str, remedy: str = "", bad: bool = True, leve
     return Finding(topic, level, text, remedy) if bad and remedy else Finding(topic, FINE, text)
 
 
-def run(options: DoctorOptions, *, recipe: Recipe, flags: Flags, ds: Mapping[str, Any], ds_path: str) -> Result:
+def run(options: DoctorOptions, *, recipe: Recipe, request: Request, ds: Mapping[str, Any], ds_path: str) -> Result:
     """Print each finding as soon as it is known; the result exits with code 2 if something would stop training."""
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
     findings, hosts = [], {} if options.hostfile is None else read_hostfile(options.hostfile)
-    on_machines = _look_at_hosts(options, hosts, recipe, flags, ds_path) if hosts else ()
+    on_machines = _look_at_hosts(options, hosts, recipe, request, ds_path) if hosts else ()
     for finding in itertools.chain(_findings(options, recipe, ds, ds_path), on_machines):
         findings.append(finding)
         if not options.json:
@@ -233,10 +233,9 @@ def read_hostfile(path: str) -> dict[str, int]:
 
 
 def _look_at_hosts(
-    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, flags: Flags, ds_path: str
+    options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, request: Request, ds_path: str
 ) -> Iterator[Finding]:
-    config = flags.fixed.get("config")
-    recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
+    recipes = [] if request.config is None else [file.path for file in read_recipe_files(request.config)]
     files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
     data = recipe.data
     roots = [place_of(part, data.root) for part in data.parts] or [data.root or ""]
@@ -320,7 +319,7 @@ def examine(files: list[str], images: list[str], seen: str) -> dict[str, Any]:
     """Examine this machine: `same`, values that must be equal on all machines, with the content of `files`; the names
     of `gpus`; `images`, why these values of data.root have none, or ""; whether it `sees` the file `seen`."""
     from dino_ds.planning.measure import find_gpus
-    from dino_ds.run.environment import versions
+    from dino_ds.run.run_folder import versions
 
     same = {name: versions()[name] for name in _EQUAL} | {f"the code in {CHECKOUT}": hash_code()}
     for path in files:

@@ -197,11 +197,9 @@ def recommend(
     changes = _changes_for_offloading(recipe)
     options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
     offloading = f"{options}, which allows offloading, " if changes else ""
-    needed = min(
-        (_estimate(recipe, make_ds(shape, cluster.gpu.bf16), cluster, limit_gib, 1).memory.gib, str(shape))
-        for shape in shapes
-        if not (shape.offload and changes)
-    )
+    allowed = {str(shape): make_ds(shape, cluster.gpu.bf16) for shape in shapes if not (shape.offload and changes)}
+    alone = {name: fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, 1) for name, ds in allowed.items()}
+    needed = min((fit.memory.gib, name) for name, fit in alone.items())
     raise ConfigError(
         f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take "
         f"{offloading}more GPUs, larger ones, a smaller model or the recipe for small images, --config {SMALL}"
@@ -215,10 +213,6 @@ def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
     return changes | ({"kind": "adamw"} if recipe.optimizer.kind in COMMUNICATES_IN_STEP else {})
 
 
-def _estimate(recipe: Recipe, ds: dict[str, Any], cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
-    return fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, micro_batch)
-
-
 def _search(
     recipe: Recipe,
     cluster: Cluster,
@@ -228,14 +222,15 @@ def _search(
 ) -> Recommendation | None:
     """The first of the allowed shapes that fits, with its largest micro-batch."""
     allowed = [shape for shape in shapes if not (shape.offload and _changes_for_offloading(recipe))]
-    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
+    ranks = cluster.world_size
+    sizes = micro_batches(recipe.data.global_batch, ranks)
 
     def largest(shape: Shape) -> Fit | None:
         """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
         ds = make_ds(shape, cluster.gpu.bf16)
         for size in sizes[: 1 if shape.stage == 1 else None]:
-            fit = _estimate(recipe, ds, cluster, limit_gib, size)
-            if fit.fits and (fit := _fit(recipe, fit.config, cluster.world_size, limit_gib)).fits:
+            fit = fit_with(recipe, ds, RECOMMENDED, ranks, limit_gib, size)
+            if fit.fits and (fit := _fit(recipe, fit.config, ranks, limit_gib)).fits:
                 return fit
         return None
 

@@ -34,7 +34,7 @@ from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.data.feed import Position
+from dino_ds.data.feed import Batch, Position
 from dino_ds.data.loader import DevicePrefetcher
 from dino_ds.data.normalization import with_image_settings
 from dino_ds.data.sources import training_images
@@ -45,9 +45,8 @@ from dino_ds.errors import ConfigError, UserError, is_out_of_memory, one_line
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.fast_paths import synthetic_inputs
 from dino_ds.method.specs.own import heads_of
-from dino_ds.method.step import Inputs, TrainingStep
-from dino_ds.models.drop_path import sample_keys
-from dino_ds.run.environment import versions
+from dino_ds.method.step import TrainingStep
+from dino_ds.run.run_folder import versions
 
 MIB = 2**20
 EPOCH_STEPS = 1000
@@ -86,13 +85,13 @@ class Trial:
 
     step: TrainingStep
     accumulation: int
-    inputs: Inputs
+    batch: Batch
 
     def run(self) -> Tensor:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not synchronize."""
         if self.step.window > 1:
-            self.step.prepare([self.inputs] * self.step.window)
-        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
+            self.step.prepare([self.batch] * self.step.window)
+        losses = [self.step.micro_batch(self.batch).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
 
 
@@ -103,16 +102,15 @@ def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
 
 
-def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
+def run_on_data(trial: Trial, prefetcher: DevicePrefetcher) -> None:
     """Take one optimizer step on real images; the wait for them is the part "data"."""
     step = trial.step
     for _ in range(trial.accumulation // step.window):
         with named_range("data"):
-            batches = [next(prefetcher) for _ in range(step.window)]
-        window = [Inputs(b.crops, sample_keys(seed, b.epoch, b.indices), b.masks) for b in batches]
+            window = [next(prefetcher) for _ in range(step.window)]
         step.prepare(window)
-        for inputs in window:
-            step.micro_batch(inputs, prefetcher.prefetch)
+        for batch in window:
+            step.micro_batch(batch, prefetcher.prefetch)
 
 
 def real_feed(recipe: Recipe, micro_batch: int) -> DevicePrefetcher:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Request
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters, share, student_facts
 from dino_ds.engine import distributed
@@ -48,23 +49,32 @@ class Start:
 
 
 def choose_ds_config(
-    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any] | None
+    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], ds_path: str, request: Request
 ) -> ChosenDsConfig:
-    """Choose the ds config of a start of `train`, the same on all ranks; all must call it. Raises ConfigError."""
+    """Choose the ds config of a start of `train`, the same on all ranks; all must call it. `ds`, read from `ds_path`,
+    is the one that the request names, or that of a machine without GPUs. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
     before, saved = None, Path(options.run_dir) / "ds_config.json"
+    continues = options.resume is not False and not request.names_ds_config
     with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
+        if distributed.rank() == 0 and continues and saved.is_file():
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
 
     def choose() -> Start:
-        start = named_start(recipe, ds, path, machine)  # always, because it checks the batch
-        if overrides is not None and before is not None:
-            return resumed_start(recipe, before, str(saved), overrides, machine)
-        return start if overrides is None or machine.card_gib is None else planned_start(recipe, overrides, machine)
+        if before is not None:
+            return resumed_start(recipe, before, str(saved), request.ds, machine)
+        if request.names_ds_config or machine.card_gib is None:
+            return named_start(recipe, ds, ds_path, machine)
+        return planned_start(recipe, request.ds, machine)
 
-    start = agreed(recipe, machine, choose)
+    start = None
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:  # it rehearses the step for all ranks, which takes seconds
+            start = choose()
+            predict(recipe, start.config, machine)
+    share()
+    start = start or choose()
     memory = predict(recipe, start.config, machine)
     return ChosenDsConfig(
         config=start.config,
@@ -148,16 +158,6 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> 
 def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
     batch = recipe.data.global_batch
     return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, count_parameters(recipe))
-
-
-def agreed(recipe: Recipe, machine: Machine, choose: Callable[[], Start]) -> Start:
-    """Return the result of `choose` on every rank; rank 0 first rehearses the step for all ranks, which takes seconds.
-    Every rank must call it. Raises ConfigError."""
-    with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0:
-            predict(recipe, choose().config, machine)
-    share()
-    return choose()
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:

@@ -13,7 +13,7 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import RecipeRequest
+from dino_ds.config.stages import Request
 from dino_ds.data.images import Source
 from dino_ds.engine import distributed
 from dino_ds.errors import one_line
@@ -33,9 +33,7 @@ _PICTURES = ("map", "neighbors", "pca", "attention")
 """Kinds of pictures, the most telling first."""
 
 
-def announce(
-    run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: RecipeRequest | None, notes: Iterable[str]
-) -> None:
+def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Request, notes: Iterable[str]) -> None:
     """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
     run was built."""
     recipe, config, device, data = folder.recipe, folder.config, run.step.engine.device, folder.recipe.data
@@ -43,7 +41,7 @@ def announce(
     own_steps = steps - _first_step(folder)
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given_batch)
-    shown = list(_summary(run, folder, chosen, settings))
+    shown = list(_summary(run, folder, chosen, request))
     if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
@@ -76,7 +74,7 @@ def announce(
     )
 
 
-def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: RecipeRequest | None) -> Iterator[str]:
+def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Request) -> Iterator[str]:
     """Yield lines that say what is trained, on which images and device, and for how long."""
     recipe, config, options = folder.recipe, folder.config, run.options
     data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps
@@ -104,17 +102,14 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, settings: Reci
         steps=steps,
         last_step=options.last_step,
     )
-    if settings is not None:
-        overrides = [
-            f"{key} {unquoted(value)}" for key, value in settings.overrides.items() if key not in _SHOWN_ELSEWHERE
-        ]
-        name = folder.config_name or (f"that of {folder.origin.run}" if folder.origin else "the defaults")
-        as_it_is = " as it is"
-        if folder.resume and settings.config is None:
-            name = folder.config_name or "this run's own"
-            as_it_is = f", as {folder.path / 'config.yaml'} has it"
-        changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else as_it_is
-        yield f"recipe   {name}{changed}"
+    overrides = [f"{key} {unquoted(value)}" for key, value in request.recipe.items() if key not in _SHOWN_ELSEWHERE]
+    name = folder.config_name or (f"that of {folder.origin.run}" if folder.origin else "the defaults")
+    as_it_is = " as it is"
+    if folder.resume and request.config is None:
+        name = folder.config_name or "this run's own"
+        as_it_is = f", as {folder.path / 'config.yaml'} has it"
+    changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else as_it_is
+    yield f"recipe   {name}{changed}"
 
 
 def _first_step(folder: RunFolder) -> int:

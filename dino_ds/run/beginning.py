@@ -12,7 +12,7 @@ from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Origin, RecipeRequest, read_run_id, split_origin
+from dino_ds.config.stages import Origin, Request, read_run_id, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.images import Joined, Source
 from dino_ds.engine import distributed
@@ -34,7 +34,6 @@ def loop_options(
     parts = source.joined if isinstance(source, Joined) else ()
     ends = itertools.accumulate(len(part) for _, part in parts)
     return LoopOptions(
-        seed=recipe.seed,
         images=len(source),
         global_batch=batch,
         epoch_steps=epoch_steps,
@@ -149,7 +148,7 @@ def choose_beginning(
     checkpoints: Checkpoints,
     images: OtherImages,
     options: TrainOptions,
-    settings: RecipeRequest | None,
+    request: Request,
 ) -> Beginning:
     """Choose the checkpoint of a start in `folder`, on every rank. `options` name the run or checkpoint that a stage
     begins with.
@@ -173,14 +172,12 @@ def choose_beginning(
             )
     if folder.recipe.stage_start is None:
         return Beginning()
-    if options.from_ is None or settings is None:
+    if options.from_ is None:
         raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
-    return _of_stage(folder, images, *split_origin(options.from_), settings)
+    return _of_stage(folder, images, *split_origin(options.from_), request)
 
 
-def _of_stage(
-    folder: RunFolder, images: OtherImages, run: Path, step: int | None, settings: RecipeRequest
-) -> Beginning:
+def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, request: Request) -> Beginning:
     recipe = folder.recipe
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 
@@ -194,7 +191,7 @@ def _of_stage(
         raise CheckpointError(f"{run_name}: it has no checkpoint yet; they are written to {run / 'checkpoints'}")
     saved = choice.saved.manifest
     folder.origin = Origin(str(run), saved.run_id, saved.step, str(recipe.stage_start))
-    folder.recipe = settings.rebased_to_step(recipe, folder.origin.first_step)
+    folder.recipe = request.rebased_to_step(recipe, folder.origin.first_step)
     inherited = "all of its training state" if continues else "its teacher's weights"
     notes = [*choice.notes, f"begins with {run}, step {saved.step}: {inherited}"]
     changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}

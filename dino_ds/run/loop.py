@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from torch import Tensor
@@ -12,8 +12,7 @@ from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
-from dino_ds.method.step import Inputs, MicroStep
-from dino_ds.models.drop_path import sample_keys
+from dino_ds.method.step import MicroStep
 from dino_ds.run.reports import BadSteps, Reports, constant_images, part_shares
 from dino_ds.run.run import PeriodicTask, Run, StepContext
 from dino_ds.run.saver import SaveClock, Saver
@@ -30,8 +29,8 @@ class Loop:
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
         self._saves = SaveClock(run.options.save_every, run.step.applied_steps)
-        self._window: list[tuple[MicroStep, list[str], Tensor, list[Tensor]]] = []
-        self._ahead: list[tuple[Batch, Inputs]] = []
+        self._window: list[tuple[MicroStep, Sequence[str], Tensor, list[Tensor]]] = []
+        self._ahead: list[Batch] = []
 
     def run(self, open_feed: Callable[[], Feed]) -> None:
         """Train to the last step. Raises SystemExit(75) after a stop on request, with everything saved."""
@@ -69,14 +68,12 @@ class Loop:
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
         if not self._ahead:
-            batches = [self._next(feed) for _ in range(step.window)]
-            self._ahead = [(batch, self._inputs(batch)) for batch in batches]
+            self._ahead = [self._next(feed) for _ in range(step.window)]
             if step.window > 1:
                 self._beat.enter("step", step.applied_steps)
-                step.prepare([inputs for _, inputs in self._ahead])
+                step.prepare(self._ahead)
         self._beat.enter("step", step.applied_steps)
-        batch, inputs = self._ahead.pop(0)
-        out = self._train(batch, inputs, feed)
+        out = self._train(self._ahead.pop(0), feed)
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
@@ -89,16 +86,13 @@ class Loop:
         self._reports.images.loaded(batch.bad, feed.take_notes())
         return batch
 
-    def _train(self, batch: Batch, inputs: Inputs, feed: Feed) -> MicroStep:
+    def _train(self, batch: Batch, feed: Feed) -> MicroStep:
         run = self._run
         constant = constant_images([crop for name in run.options.teacher_groups for crop in batch.crops[name]])
-        out = run.step.micro_batch(inputs, feed.prefetch)
+        out = run.step.micro_batch(batch, feed.prefetch)
         self._window.append((out, batch.names, constant, part_shares(batch.indices, run.options.part_ends)))
         run.advance()
         return out
-
-    def _inputs(self, batch: Batch) -> Inputs:
-        return Inputs(batch.crops, sample_keys(self._run.options.seed, batch.epoch, batch.indices), batch.masks)
 
     def _after_step(self, out: MicroStep) -> None:
         run, done = self._run, self._run.step.applied_steps

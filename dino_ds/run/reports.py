@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -147,7 +147,7 @@ class ImageReports:
         self._unreadable: set[str] = set()
         self._notes: list[str] = []
 
-    def loaded(self, unreadable: list[str], notes: list[str]) -> None:
+    def loaded(self, unreadable: Sequence[str], notes: list[str]) -> None:
         self._unreadable.update(unreadable)
         self._notes += notes
 
@@ -184,7 +184,7 @@ class BadSteps:
     def reset(self) -> None:
         self._in_a_row = 0
 
-    def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
+    def report(self, window: list[tuple[MicroStep, Sequence[str]]]) -> None:
         """Report a skipped step. window: this rank's micro-batches, with their images' names. Every rank must call it.
 
         Raises NumericError, on all ranks, at the third bad step in a row, or if the loss scale can't fall further.

@@ -105,7 +105,6 @@ class LoopOptions:
     start's features above which the run ends, or None.
     """
 
-    seed: int
     images: int
     global_batch: int
     epoch_steps: int

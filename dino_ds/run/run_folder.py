@@ -1,23 +1,30 @@
 """The run folder: whether a start may begin or continue there, with the same images and settings as its checkpoint and
-on all ranks alike; and its files, with the newest teacher (teacher.*) and the best one by a metric (best_teacher.*).
+on all ranks alike; and its files, with the newest teacher (teacher.*), the best one by a metric (best_teacher.*), and
+versions, machine and the command line of each start (environment.json).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import platform
 import secrets
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dino_ds import __version__
 from dino_ds.basics.files import discard, discard_left_over, hash_code, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER, did_you_mean, sidecar_of, step_name
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE, Manifest, write_tensors
@@ -32,9 +39,10 @@ from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import Schedules
 from dino_ds.errors import CheckpointError, ConfigError, DataError, unwritable
+from dino_ds.health import beat
 from dino_ds.method.build import build_schedules
+from dino_ds.method.specs.own import code_of
 from dino_ds.models.trained import merged
-from dino_ds.run.environment import describe_environment, own_code, versions
 from dino_ds.weights.sidecar import about_teacher, open_checkpoint, read_sidecar, write_with_sidecar
 
 IMAGES = "images"
@@ -84,7 +92,7 @@ def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
         "accumulation": config.accumulation,
         "gradient_clipping": config.clipping,
         "recipe": recipe.model_dump(mode="json"),
-        "versions": versions() | own_code(recipe),
+        "versions": versions() | _own_code(recipe),
     }
 
 
@@ -374,7 +382,7 @@ def write_description(folder: RunFolder) -> None:
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             about: dict[str, Any] = {"run_id": str(folder.run_id), stages.CONFIG_NAME: folder.config_name}
-            about |= {**({stages.ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
+            about |= {**({stages.ORIGIN: vars(origin)} if origin else {}), **_describe_environment(path)}
             for name in _FILES:
                 discard_left_over(path / name)
             try:
@@ -399,3 +407,68 @@ def _becomes_visible(path: Path) -> bool:
             return False
         time.sleep(0.2)
     return True
+
+
+_PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
+_MOST_STARTS = 200
+_LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+"""Launchers, and for each an environment variable of a rank that no other launcher sets."""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    by_package = {"python": platform.python_version(), "dino_ds": __version__}
+    for package in _PACKAGES:
+        try:
+            by_package[package] = version(package)
+        except PackageNotFoundError:
+            by_package[package] = "absent"
+    return by_package
+
+
+def _own_code(recipe: Recipe) -> dict[str, str]:
+    """Digests of the user's own modules that a recipe names, but not of the modules that these import."""
+    digests = {}
+    for module in [path.partition(":")[0] for _, path in code_of(recipe)]:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and os.path.isfile(file):
+            digests[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return digests
+
+
+def _describe_environment(run_dir: Path) -> dict[str, Any]:
+    """The contents of environment.json on the machine and the starts; the last of its "starts" is this one."""
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "ranks": distributed.world_size(),
+        "devices": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "starts": [*_read_starts(run_dir), _describe_start()],
+    }
+
+
+def _describe_start() -> dict[str, Any]:
+    """Describe this start of a run; "launcher" is "" without a launcher, or for an unknown one."""
+    return {
+        "time": beat.now(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "launcher": next((name for name, variable in _LAUNCHERS.items() if variable in os.environ), ""),
+        "ranks": distributed.world_size(),
+        stages.STARTED_IN: os.getcwd(),
+    }
+
+
+def _read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """The newest earlier starts of the run in this folder."""
+    try:
+        starts = json.loads((run_dir / stages.ENVIRONMENT).read_text())["starts"]
+        return [
+            {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks", stages.STARTED_IN)}
+            for start in starts[-_MOST_STARTS:]
+            if isinstance(start, dict)
+        ]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        return []

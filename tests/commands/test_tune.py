@@ -11,9 +11,10 @@ import pytest
 from dino_ds.commands import tune
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import Request
 from dino_ds.errors import ConfigError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
-from dino_ds.options.flags import Flags, parse_flags, read
+from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning.bench import trials
 from dino_ds.planning.measure import ChildOutOfMemory, ChildResult
 from tests.planning.measure.tiny import TINY
@@ -55,7 +56,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
-    monkeypatch.setattr(trials, "run_in_child", made)
+    monkeypatch.setattr(trials.measure, "run_in_child", made)
     monkeypatch.setattr("dino_ds.planning.bench.tune.usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(trials, "_busy_seconds", lambda: 0.0)
     return made
@@ -63,13 +64,13 @@ def machine(monkeypatch):
 
 def _tune(tmp_path, ds="ds_configs/zero2_bf16_checkpointing.json", changes=(), ds_changes=(), **options):
     tmp_path.mkdir(exist_ok=True)
-    flags = Flags(
+    request = Request(
         {"config": "vitti16"},
         {**GIVEN, "data.source": "photos", **dict(changes)},
         {"gradient_clipping": 1, **dict(ds_changes)},
     )
-    files = {"recipe": load_recipe("vitti16", flags.recipe), "ds": load_ds_config(ds, flags.ds), "ds_path": ds}
-    return tune.run(BenchTuneOptions(**{"out": str(tmp_path / "tune.html"), **options}), **files, flags=flags)
+    files = {"recipe": load_recipe("vitti16", request.recipe), "ds": load_ds_config(ds, request.ds), "ds_path": ds}
+    return tune.run(BenchTuneOptions(**{"out": str(tmp_path / "tune.html"), **options}), **files, request=request)
 
 
 def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):

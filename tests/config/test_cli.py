@@ -82,7 +82,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert recipe.optimizer.lr == 1e-3 and recipe.log_every == 1 and recipe.crops.global_scale == (0.3, 1.0)
     assert ds["gradient_clipping"] == 0.5
     assert Path(path).name == "zero0_fp32.json" and Path(path).is_file()
-    assert files["ds_overrides"] == {"gradient_clipping": "0.5"}
+    assert not files["request"].names_ds_config and files["request"].ds == {"gradient_clipping": "0.5"}
     assert options == TrainOptions(run_dir="1e3", max_steps=7, resume=True)
 
 
@@ -92,7 +92,7 @@ def test_defaults_and_aliases(calls: list[Any], tmp_path: Path, monkeypatch: pyt
     cli.main(["train", "--data.root", f"{ROOT}/tests", *words.split()])
     ((options, files),) = calls
     assert files["ds"]["fp16"]["enabled"] and Path(files["ds_path"]).name == "zero2_fp16.json"
-    assert files["recipe"].data.root == f"{ROOT}/tests" and files["ds_overrides"] is None
+    assert files["recipe"].data.root == f"{ROOT}/tests" and files["request"].names_ds_config
     assert options == TrainOptions(run_dir="runs/vits16")
 
 
@@ -165,7 +165,7 @@ def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
     cli.main(["train", "--config", "quickstart", *words.split()])
     ((options, files),) = calls
     assert options.run_dir == f"runs/{folder}"
-    assert [note in line for line in files["given"].notes] == ([True] if note else [])
+    assert [note in line for line in files["request"].notes] == ([True] if note else [])
 
 
 def test_a_resume_without_a_recipe_continues_by_the_folder_s_own(
@@ -238,7 +238,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
     cli.main(["train", *words.split()])
     ((_, files),) = calls
     assert files["recipe"].data.source == source and files["recipe"].eval.evals == evals
-    said = files["given"].notes
+    said = files["request"].notes
     assert len(said) == len(notes) and all(note in line for note, line in zip(notes, said, strict=True))
 
 
@@ -324,9 +324,9 @@ def test_wrong_words_stop_before_torch_is_loaded(
 )
 def test_a_word_after_the_command_s_own_is_the_images(typed: str, option: str, tmp_path: Path, capsys):
     (images := tmp_path / "imgs").mkdir()
-    _, flags = cli.parse(typed.format(imgs=images).split())
+    _, request = cli.parse(typed.format(imgs=images).split())
     word = next(word for word in typed.format(imgs=images).split() if word.startswith(str(images)))
-    assert (flags.recipe | flags.fixed)[option] == word
+    assert (request.recipe | request.options)[option] == word
     assert capsys.readouterr().err == f"dino_ds: {word} is read as --{option} {word}\n"
 
 
@@ -471,9 +471,8 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     function = function_of(command.name)
     parameters = inspect.signature(function).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
-    files += ["flags"] if command.takes_flags else []
-    files += ["ds_overrides"] if command.ds_shown else []
-    files += ["given"] if command is TRAIN else []
+    files += ["request"] if command.takes_request else []
+    files += ["caller"] if command is TRAIN else []
     assert set(parameters) == {"options", *files}
     assert inspect.signature(function, eval_str=True).parameters["options"].annotation is command.options
 

@@ -13,9 +13,9 @@ import yaml
 
 from dino_ds.config.fields import Length
 from dino_ds.config.loading import (
+    RecipeSettings,
     change_recipe,
     dump_recipe,
-    keys_set_by,
     load_recipe,
     recipe_names,
     recipe_options,
@@ -63,7 +63,8 @@ def test_shipped_recipes_load_and_survive_a_dump_and_being_written_to_edit(name:
     assert notes == []  # keys without effect there serve the recipes that extend it
     assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
     write_recipe(edited := str(tmp_path / "edit.yaml"), name, given)
-    assert load_recipe(edited, {}) == recipe and keys_set_by(edited, {}) == keys_set_by(name, given)
+    assert load_recipe(edited, {}) == recipe
+    assert RecipeSettings.collect(edited, {}).names() == RecipeSettings.collect(name, given).names()
     assert all("  # " in line for line in Path(edited).read_text().splitlines()[1:] if not line.endswith(":"))
     with pytest.raises(ConfigError, match=r"--print .*edit.yaml can't be written: File exists; name a new file"):
         write_recipe(edited, name, given)
@@ -95,7 +96,7 @@ def test_a_file_extends_a_shipped_recipe_or_a_file_beside_it(write, tmp_path: Pa
     over = {"crops.global_scale": "0.5,0.9", "optimizer.lr": "1e-3", "optimizer.min_lr": "2e-5"}
     assert recipe == load_recipe("cifar10", over)
     assert "extends" not in dump_recipe(recipe) and load_recipe(write(dump_recipe(recipe)), {}) == recipe
-    assert keys_set_by(path, {}) == keys_set_by("cifar10", over)
+    assert RecipeSettings.collect(path, {}).names() == RecipeSettings.collect("cifar10", over).names()
 
 
 @pytest.mark.parametrize(

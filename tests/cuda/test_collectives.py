@@ -28,6 +28,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.rehearse import _frozen_source, _inputs, _single_rank_recipe
 from dino_ds.costs.step_costs import frozen_spec
+from dino_ds.data.feed import Batch
 from dino_ds.engine import engine as deepspeed_engine
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
@@ -39,7 +40,7 @@ from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions, _PartitionedUpdater
 from dino_ds.method.networks import build_meta
 from dino_ds.method.specs.own import teachers_of
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.network import Network
@@ -152,7 +153,7 @@ def a_step(recipe: Recipe, rank: int) -> list[Collective]:
         hidden = {n: {k: torch.empty_like(t, device=CUDA) for k, t in mask.items()} for n, mask in masks.items()}
         collectives.called.clear()  # of construction
         with mock.patch("torch.Tensor.is_pinned", return_value=False):
-            out = step.micro_batch(Inputs(there, torch.empty(IMAGES, dtype=torch.long, device=CUDA), hidden))
+            out = step.micro_batch(Batch(there, torch.empty(IMAGES, dtype=torch.long, device=CUDA), hidden))
         assert out.progress is Progress.STEPPED and out.loss.device == CUDA
     return collectives.called
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.recipe import Recipe
@@ -19,7 +20,7 @@ from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.step import FLAGS
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import CLS
-from dino_ds.models.drop_path import sample_keys, step_key
+from dino_ds.models.drop_path import step_key
 from dino_ds.run.metrics import Meter
 from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda

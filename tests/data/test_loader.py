@@ -451,7 +451,7 @@ class Recorder:
         self.did.append(f"augment {number} on {self.streams[-1]}")
         tensor = SimpleNamespace(record_stream=lambda stream: self.did.append(f"keep {number} for the step"))
         masks = {"global": {"rows": tensor}}
-        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, masks=masks, number=number)
+        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, drop_keys=None, masks=masks, number=number)
 
     def step(self):
         self.did.clear()

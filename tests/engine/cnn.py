@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.feed import Batch
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.method.build import build_network, build_step
-from dino_ds.method.step import Inputs, TrainingStep
-from dino_ds.models.drop_path import sample_keys
+from dino_ds.method.step import TrainingStep
 from tests.engine.harness import crops, ds_config, fp32_student
 from tests.reference import copied
 
@@ -40,8 +41,8 @@ def cnn_recipe(kind: str, **changes: str) -> Recipe:
     return foreign_recipe(*CNNS[kind], **changes)
 
 
-def images(indices: Tensor, sizes: tuple[int, ...] = SIZES) -> Inputs:
-    return Inputs(crops(indices, sizes), sample_keys(0, 0, indices))
+def images(indices: Tensor, sizes: tuple[int, ...] = SIZES) -> Batch:
+    return Batch(crops(indices, sizes), sample_keys(0, 0, indices))
 
 
 def build(recipe: Recipe, stage: int, precision: str = "fp32", accumulation: int = 1, **sections: Any) -> TrainingStep:

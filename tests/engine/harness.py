@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.basics.seeds import crop_seed
+from dino_ds.basics.seeds import crop_seed, sample_keys
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.feed import Batch
 from dino_ds.data.masks import MaskOptions, draw_masks
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
@@ -21,9 +22,8 @@ from dino_ds.engine.process import DTYPES
 from dino_ds.engine.schedules import Schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.objective import Objective
-from dino_ds.method.step import Inputs, MicroStep, TrainingStep
+from dino_ds.method.step import MicroStep, TrainingStep
 from dino_ds.method.teacher import Teachers
-from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
@@ -124,7 +124,7 @@ def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 
         for m in range(step.engine.config.accumulation):
             start = window * global_batch + m * micro * world + rank * micro
             indices = torch.arange(start, start + micro)
-            out = step.micro_batch(Inputs(crops(indices), sample_keys(0, 0, indices)))
+            out = step.micro_batch(Batch(crops(indices), sample_keys(0, 0, indices)))
             total += out.loss
             progress = out.progress
         assert progress is not Progress.ACCUMULATING
@@ -133,11 +133,11 @@ def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 
     return losses
 
 
-def inputs_of(recipe: Recipe, indices: Tensor) -> Inputs:
+def inputs_of(recipe: Recipe, indices: Tensor) -> Batch:
     """The inputs that these images are in a run of the recipe: crops of each of its groups, masks, drop keys."""
     masks = draw_masks(recipe.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in indices.tolist()])
     cut = crops(indices) | {"gram": crops(indices, (48, 48))["global"]}
-    return Inputs({group.name: cut[group.name] for group in recipe.groups}, sample_keys(0, 0, indices), masks)
+    return Batch({group.name: cut[group.name] for group in recipe.groups}, sample_keys(0, 0, indices), masks)
 
 
 def run_step(step: TrainingStep, recipe: Recipe, window: int, global_batch: int = 8) -> list[MicroStep]:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.feed import Batch
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import Lars
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.ema import EmaTeacher
 from dino_ds.method.networks import optimizer_options
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from tests.engine.harness import ds_config
 from tests.ranks import run_on_ranks
 from tests.reference import by_group, copied
@@ -78,7 +79,7 @@ def _trajectory(name: str, stage: int) -> None:
     loss_limit = 10 * max(run["sensitivity"]["relative_change_of_total_by_step"])
     for i, expected in enumerate(run["losses"]):
         views = [*recorded[f"step{i}.global"], *recorded[f"step{i}.local"]]
-        out = step.micro_batch(Inputs(by_group(views)))
+        out = step.micro_batch(Batch(by_group(views)))
         assert out.progress is Progress.STEPPED
         assert out.loss.item() == pytest.approx(expected, rel=loss_limit)
         found = {"student": engine.buffers(), "teacher": step.teachers["ema"].state()}

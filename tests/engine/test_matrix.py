@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
+from dino_ds.basics.seeds import sample_keys
+from dino_ds.data.feed import Batch
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.optim import OptimizerOptions
-from dino_ds.method.step import Inputs
-from dino_ds.models.drop_path import sample_keys
 from tests.engine.harness import (
     OPTIMIZERS,
     build_step,
@@ -123,7 +123,7 @@ def _checkpointed(stage, section):
     saved = _Counter()
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         indices = torch.arange(BATCH)
-        out = step.micro_batch(Inputs(crops(indices), sample_keys(0, 0, indices)))
+        out = step.micro_batch(Batch(crops(indices), sample_keys(0, 0, indices)))
     assert out.progress is Progress.STEPPED
     losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
     return losses, saved.elements

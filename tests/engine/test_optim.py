@@ -14,14 +14,15 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.engine.muon import Matrix, Muon, matrices_of, orthogonalized, share_out
 from dino_ds.engine.optim import (
     DECAY,
+    NAMES,
     NO_DECAY,
     PROTOTYPES,
     OptimizerOptions,
     _group_of,
-    group_settings,
     parameter_groups,
+    set_groups,
 )
-from dino_ds.engine.schedules import WeightSchedule, cosine_schedule, warmup_schedule
+from dino_ds.engine.schedules import ScheduleValues, WeightSchedule, cosine_schedule, warmup_schedule
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
 from dino_ds.method.build import build_step as build_recipe
@@ -246,7 +247,7 @@ def test_a_recipe_s_schedules_are_those_of_dinov2():
     for name in ("lr", "weight_decay", "teacher_momentum", "teacher_temp"):
         assert [getattr(v, name) for v in values] == pytest.approx(recorded[name], rel=1e-9, abs=1e-12), name
     assert all(v.prototypes_gradient for v in values)
-    prototypes = [group_settings(v)[PROTOTYPES]["lr"] for v in values]
+    prototypes = [_set(v)[PROTOTYPES]["lr"] for v in values]
     assert prototypes == pytest.approx(recorded["last_layer_lr"], rel=1e-9, abs=1e-12)
 
 
@@ -266,8 +267,16 @@ def test_what_is_decayed():
         assert _group_of(name, nn.Parameter(torch.zeros(4, 1))) == PROTOTYPES
 
 
-def test_group_settings_freeze_by_zero_lr_and_decay():
-    frozen, free = (group_settings(tiny_schedules(freeze_steps=3).at(i)) for i in (2, 4))
+def _set(schedule: ScheduleValues) -> dict[str, dict[str, float]]:
+    groups = [{"name": name, "lr_multiplier": 1.0} for name in NAMES]
+    set_groups(groups, schedule)
+    return {group["name"]: {key: group[key] for key in ("lr", "weight_decay")} for group in groups}
+
+
+def test_groups_freeze_by_zero_lr_and_decay():
+    frozen, free = (_set(tiny_schedules(freeze_steps=3, freeze_backbone_steps=3).at(i)) for i in (2, 4))
+    assert frozen["backbone_decay"] == frozen["backbone_no_decay"] == frozen["prototypes"]
+    assert free["backbone_decay"] == free["decay"] and free["backbone_no_decay"] == free["no_decay"]
     assert frozen["prototypes"] == {"lr": 0.0, "weight_decay": 0.0}
     assert free["prototypes"] == free["decay"] != frozen["decay"]
     assert free["no_decay"] == {"lr": free["decay"]["lr"], "weight_decay": 0.0}

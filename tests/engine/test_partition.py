@@ -7,18 +7,18 @@ import itertools
 import pytest
 import torch
 
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import bucket_bytes, gradient_bytes, state_bytes
 from dino_ds.costs.step_costs import count_parameters, student_facts
+from dino_ds.data.feed import Batch
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.masters import Placement
 from dino_ds.method.build import build_network, build_step
-from dino_ds.method.step import Inputs
-from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.prototypes import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from tests.engine.harness import crops, run_windows
@@ -165,7 +165,7 @@ def _most_gathered() -> tuple[int, int]:
         module.register_forward_pre_hook(look)
     for window in range(2):
         indices = torch.arange(BATCH // 2) + BATCH * window
-        step.micro_batch(Inputs(crops(indices, (32, 32, 16, 16)), sample_keys(0, 0, indices)))
+        step.micro_batch(Batch(crops(indices, (32, 32, 16, 16)), sample_keys(0, 0, indices)))
     return most, sum(p.ds_numel for p in parameters)
 
 

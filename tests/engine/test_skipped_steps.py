@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from dino_ds.data.feed import Batch
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import WHOLE, OptimizerOptions
 from dino_ds.errors import ConfigError
-from dino_ds.method.step import Inputs
 from dino_ds.models.base import CLS
 from dino_ds.models.network import Network, Query
 from tests.engine.harness import (
@@ -24,6 +24,7 @@ from tests.engine.harness import (
     max_difference,
     run_windows,
     tiny_network,
+    tiny_schedules,
 )
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -50,7 +51,7 @@ def _fp16_run(stage, initial_scale_power):
         at_rest = step.applied_steps
         for m in range(2):
             indices = torch.arange(2) + window * BATCH + 4 * m + 2 * distributed.rank()
-            out = step.micro_batch(Inputs(crops(indices)))
+            out = step.micro_batch(Batch(crops(indices)))
         if out.progress is Progress.SKIPPED:
             skipped += 1
             assert step.applied_steps == at_rest == 0 and step.schedule == schedule
@@ -97,7 +98,7 @@ def _nan_on_rank_one(stage, precision, kind="adamw", **sections):
         views = crops(torch.arange(2) + 100 + 2 * distributed.rank())
         if m == 0 and distributed.rank() == 1:
             views["local"][0][0, 0, 0, 0] = float("nan")
-        out = step.micro_batch(Inputs(views))
+        out = step.micro_batch(Batch(views))
     skipped = out.progress is Progress.SKIPPED
     unmoved = max_difference(before, _state(step)) == 0.0 and step.schedule == schedule and step.applied_steps == 1
     after = run_windows(step, 1, 2, BATCH)
@@ -137,7 +138,7 @@ def _overflow_for_ever():
     views["global"][0][:] = float("inf")
     told = []
     for _ in range(4):
-        step.micro_batch(Inputs(views))
+        step.micro_batch(Batch(views))
         told.append((step.engine.loss_scale, step.engine.scale_is_exhausted))
     return told
 
@@ -151,8 +152,7 @@ IMAGES_A_STEP, LIMIT, STEPS = 8, 0.5, 2
 PARTS = ("backbone", "head", "ibot_head")
 # So large an epsilon makes Adam's first steps those of gradient descent at learning rate 1: clipping shows in them.
 LR = EPS = 1e3
-SETTINGS = {"lr": LR, "weight_decay": 0.0}
-GROUPS = dict.fromkeys(("decay", "no_decay", "prototypes"), SETTINGS)
+SCHEDULE = tiny_schedules(lr=LR, constant=True, warmup_steps=0, weight_decay=0.0, weight_decay_end=0.0).at(0)
 SUB_GROUPS = {"zero": {"sub_group_size": 3000, "stage3_param_persistence_threshold": 10}}
 
 
@@ -202,7 +202,7 @@ def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
     sections = {"gradient_clipping": LIMIT, **sections}
     config = ds_config(stage, precision, IMAGES_A_STEP, accumulation, **sections)
     engine = Engine(_network(), config, OptimizerOptions(clip_by=clip_by, eps=EPS))
-    engine.set_groups(GROUPS)
+    engine.set_groups(SCHEDULE)
     weights, norms = [fp32_student(engine, _network())], []
     for i in range(STEPS):
         for m in range(accumulation):

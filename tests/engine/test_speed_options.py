@@ -13,14 +13,14 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.feed import Batch
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
 from dino_ds.method.networks import build_meta
-from dino_ds.method.step import Inputs
 from dino_ds.models.base import Backbone
-from dino_ds.models.drop_path import sample_keys
 from dino_ds.planning.measure import build_trial, resolve
 from tests.engine.harness import build_step, crops, ds_config, run_step, run_windows, tiny_schedules
 from tests.planning.measure.tiny import TINY, tiny_ds
@@ -52,7 +52,7 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
     step = build_step(ds_config(stage, precision, 8, accumulation=2, gradient_clipping=1.0, **settings))
     run_windows(step, 0, 2)
     indices = torch.arange(step.engine.config.micro_batch)
-    inputs = Inputs(crops(indices), sample_keys(0, 0, indices))
+    inputs = Batch(crops(indices), sample_keys(0, 0, indices))
     counts = []
     cpu = get_accelerator()
     gc.collect()  # an engine of an earlier test waits for the device when it is freed

@@ -50,8 +50,8 @@ def _accepted(given):
     ((program, words),) = ((name, words) for name, words in given.items() if name != "scontrol")
     start = words.index("dino_ds/train.py" if program in ("torchrun", "deepspeed") else "train")
     train = parse_flags(TRAIN, words[start + 1 :])
-    load_recipe(train.fixed["config"], train.recipe)
-    load_ds_config(str(REPOSITORY / train.fixed.get("ds_config", "ds_configs/zero0_fp32.json")), train.ds)
+    load_recipe(train.options["config"], train.recipe)
+    load_ds_config(str(REPOSITORY / train.options.get("ds_config", "ds_configs/zero0_fp32.json")), train.ds)
     return train
 
 
@@ -60,7 +60,7 @@ def test_scripts_start_what_they_say_with_options_that_exist(script, programs):
     shell = "bash" if script.name == "slurm.sh" else "sh"
     subprocess.run([shell, script, "--optimizer.lr", "0.001"], check=True)
     train = _accepted(_given(programs))
-    assert train.recipe["optimizer.lr"] == "0.001" and train.fixed["resume"] == "auto"
+    assert train.recipe["optimizer.lr"] == "0.001" and train.options["resume"] == "auto"
 
 
 def test_mpi_is_told_where_to_meet(programs):
@@ -114,7 +114,7 @@ def test_kubernetes_pods_find_each_other_and_count_alike():
     words = container["command"]
     train = parse_flags(TRAIN, words[words.index("dino_ds/train.py") + 1 :])
     options = dict(word.removeprefix("--").split("=") for word in words[1 : words.index("dino_ds/train.py")])
-    assert train.fixed["resume"] == "auto"
+    assert train.options["resume"] == "auto"
     name = job["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name} and pod["subdomain"] == service["metadata"]["name"]
     assert options["rdzv_endpoint"] == f"{name}-0.{pod['subdomain']}:29500"

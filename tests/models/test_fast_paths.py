@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from dino_ds.basics.ranges import rehearsal
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.models import attention
 from dino_ds.models.base import CLS
-from dino_ds.models.drop_path import sample_keys, step_key
+from dino_ds.models.drop_path import step_key
 from dino_ds.models.fused import fuse_as_in_training, listen_to_kernels
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions

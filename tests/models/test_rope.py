@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.models import positions
 from dino_ds.models.base import CLS, init_weights_in_pieces
-from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, sample_keys, step_key
+from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, step_key
 from dino_ds.models.packing import Packing
 from dino_ds.models.positions import RopeTables
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec

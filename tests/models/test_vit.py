@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dino_ds.basics.seeds import sample_keys
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import CLS, init_weights_in_pieces, patches_of
 from dino_ds.models.blocks import PatchEmbed
-from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
+from dino_ds.models.drop_path import drop_path_draws, drop_path_scales
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions

@@ -12,8 +12,8 @@ import torch
 
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import Request
 from dino_ds.options.commands import DoctorOptions
-from dino_ds.options.flags import Flags
 from dino_ds.planning import doctor
 from dino_ds.planning.measure import VisibleGpu
 from tests.launching.cluster import environment
@@ -34,7 +34,7 @@ def _levels(findings):
 def test_the_page_of_this_machine(tmp_path, capsys):
     recipe = load_recipe(None, {"data.root": str(image_folder(tmp_path / "images")), "data.workers": "0"})
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
-    files = {"recipe": recipe, "flags": Flags(), "ds": load_ds_config(path, {}), "ds_path": path}
+    files = {"recipe": recipe, "request": Request(), "ds": load_ds_config(path, {}), "ds_path": path}
     result = doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs"), json=True), **files).data
     assert not capsys.readouterr().out
     by_topic = {finding["topic"]: finding for finding in result["findings"]}
@@ -92,7 +92,7 @@ def test_a_compiler_small_shared_memory_and_a_closed_folder_are_named(monkeypatc
     path, recipe = str(REPOSITORY / "ds_configs/zero0_fp32.json"), load_recipe("vits16", {"data.workers": "8"})
     files = {
         "recipe": recipe,
-        "flags": Flags(),
+        "request": Request(),
         "ds": load_ds_config(path, {"dino_ds.compile": "default"}),
         "ds_path": path,
     }

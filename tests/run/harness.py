@@ -19,6 +19,7 @@ from torch import Tensor
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Request
 from dino_ds.errors import UserError
 from dino_ds.planning import start
 from dino_ds.run.train_options import TrainOptions
@@ -105,7 +106,7 @@ def train_tiny(
                 recipe=recipe or load_recipe(None, overrides),
                 ds=load_ds_config(path, ds_changes or {}),
                 ds_path=path,
-                ds_overrides=ds_overrides,
+                request=Request({"ds_config": path}) if ds_overrides is None else Request(ds=ds_overrides),
             )
         except UserError as error:
             return str(error)

@@ -15,6 +15,7 @@ import pytest
 from dino_ds.basics.files import append_whole
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import Request
 from dino_ds.errors import ConfigError, StorageError
 from dino_ds.health.beat import append_line
 from dino_ds.health.processes import RunLock
@@ -134,6 +135,7 @@ def _start(root, run):
             recipe=recipe,
             ds=load_ds_config(ds, {}),
             ds_path=ds,
+            request=Request({"ds_config": ds}),
         )
     except StorageError as error:
         return str(error), error.exit_code

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe, recipe_names
-from dino_ds.config.stages import RecipeRequest
+from dino_ds.config.stages import Request
 from dino_ds.errors import UserError
 from dino_ds.method.build import build_network
 from dino_ds.method.dino import DINO
@@ -215,7 +215,7 @@ def test_it_holds_over_a_resume_without_the_source_and_in_the_next_stage(place, 
     of_run, scratch = load_recipe(str(place / "again/config.yaml"), {}), _recipe(None, place, {})
     for before, stage_start, rule in ((of_run, "continue", "frozen"), (scratch, "continue", "reference"),
                                       (of_run, "restart", "frozen"), (scratch, "restart", "frozen")):  # fmt: skip
-        assert RecipeRequest(None, {"stage_start": stage_start}).applied_to(before).batch_norm == rule
+        assert Request(recipe={"stage_start": stage_start}).applied_to(before).batch_norm == rule
 
 
 def test_what_trains_is_what_is_exported(place):

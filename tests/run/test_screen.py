@@ -61,7 +61,7 @@ def test_the_screen_says_what_is_trained_and_what_moves(starts):
     assert said is None and first <= 12 and not [line for line in lines if any(word in line for word in DETAILS)]
     start = "\n".join(lines[:first])
     assert "2 global crops of 32 px, 2 local of 16" in start and "length   4 steps of the schedules' 6" in start
-    assert f"\nfolder   {place / 'run'}" in start and "recipe " not in start  # nobody has named one
+    assert f"\nfolder   {place / 'run'}" in start and "\nrecipe   the defaults as it is" in start
     moving = [line for line in lines[first:] if line.startswith("k-NN ") and " raw pixels " not in line]
     assert len(moving) == 2 and all("since the untrained network)" in line for line in moving)
     assert "raw pixels" in lines[-3] and "untrained network" in lines[-3]

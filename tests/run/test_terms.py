@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import RecipeRequest
+from dino_ds.config.stages import Request
 from dino_ds.errors import ConfigError
 from dino_ds.method.preserve import PreserveTerm
 from dino_ds.method.specs.own import teachers_of, terms_of
@@ -191,13 +191,13 @@ def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
     run = load_recipe("continue", {"model.init_from": "weights.pth", "model.backbone": "resnet18"})
     assert run.objective.preserve_weight
     for stage_start in ("continue", "restart"):
-        given = RecipeRequest(None, {"stage_start": stage_start})
+        given = Request(recipe={"stage_start": stage_start})
         assert not given.applied_to(run).objective.preserve_weight
         assert "ends with the run before: it kept features of weights.pth" in "".join(given.notes)
-    kept = RecipeRequest(None, {})
+    kept = Request(recipe={})
     assert kept.applied_to(run, forget=False) == run and kept.notes == []
     with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
-        RecipeRequest(None, {"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
+        Request(recipe={"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
 
 
 def test_a_weight_of_zero_makes_neither_term_nor_teacher():

@@ -26,21 +26,7 @@ from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
 from dino_ds.options.commands import BenchLadderOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure import (
-    MEMORY_STEPS,
-    ChildResult,
-    GpuPeak,
-    Timing,
-    Trial,
-    about,
-    begin,
-    build_trial,
-    clock_name,
-    heading,
-    resolve,
-    run_in_child,
-    time_interleaved,
-)
+from dino_ds.planning import measure
 
 _PLAIN = PerformanceOptions(packed=False, cls_only_last_block=False, channels_last=False)
 _OF_VITS = ("packed crops", "CLS-only last block", "batched stochastic depth")
@@ -107,7 +93,7 @@ def _cpu_has_bf16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
+def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.Trial:
     """Build a trial of this step with `batch` images, in one process."""
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
@@ -115,7 +101,7 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
     ds |= {"dino_ds": dataclasses.asdict(fitting_levers(recipe, step.performance))}
     ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
-    trial = build_trial(*resolve(recipe, ds, "bench ladder", batch))
+    trial = measure.build_trial(*measure.resolve(recipe, ds, "bench ladder", batch))
     if not step.tiled_loss:
         use_plain_losses(trial.step.engine._engine.module)
     return trial
@@ -152,16 +138,16 @@ def use_plain_losses(network: Network) -> None:
 
 def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
     """Measure every step that this host can run."""
-    batch = begin(options.batch, options.threads, "bench ladder")
+    batch = measure.begin(options.batch, options.threads, "bench ladder")
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     steps = [step for step in all_steps() if reasons[step.name] is None]
-    memory, runs = dict[str, ChildResult](), dict[str, Callable[[], Tensor]]()
+    memory, runs = dict[str, measure.ChildResult](), dict[str, Callable[[], Tensor]]()
     for step in steps:
         memory[step.name], runs[step.name] = _prepare(step, recipe, batch, options.threads)
-    timings = time_interleaved(runs, options.steps, options.warmup, device())
+    timings = measure.time_interleaved(runs, options.steps, options.warmup, device())
     rows = list(_rows(steps, memory, timings, batch))
     exact, first = [row for row in rows if row["exact"]], steps[0].name
-    result = about(recipe, batch) | {
+    result = measure.about(recipe, batch) | {
         "ladder_steps": rows,
         "skipped": {name: reason for name, reason in reasons.items() if reason},
         "exact_total_speedup": exact[-1]["speedup_total"],
@@ -172,17 +158,19 @@ def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
     return Result(result, _page(result))
 
 
-def _prepare(step: LadderStep, recipe: Recipe, batch: int, threads: int) -> tuple[ChildResult, Callable[[], Tensor]]:
+def _prepare(
+    step: LadderStep, recipe: Recipe, batch: int, threads: int
+) -> tuple[measure.ChildResult, Callable[[], Tensor]]:
     """Build one ladder step; peak memory is read from the GPU's allocator, or on a CPU measured in a child process."""
     if torch.cuda.is_available():
-        peak = GpuPeak()
+        peak = measure.GpuPeak()
         trial = build_ladder_step(step, recipe, batch)
-        for _ in range(MEMORY_STEPS):
+        for _ in range(measure.MEMORY_STEPS):
             _run(step, trial)
-        memory = ChildResult(None, peak.mib(), 0.0)
+        memory = measure.ChildResult(None, peak.mib(), 0.0)
     else:
         arguments: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
-        memory = run_in_child(take_ladder_step, threads, **arguments)
+        memory = measure.run_in_child(take_ladder_step, threads, **arguments)
         trial = build_ladder_step(step, recipe, batch)
     return memory, lambda: _run(step, trial)
 
@@ -191,18 +179,18 @@ def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
     """Run a few steps in the process whose memory is measured."""
     step = next(step for step in all_steps() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
-    for _ in range(MEMORY_STEPS):
+    for _ in range(measure.MEMORY_STEPS):
         _run(step, trial)
 
 
-def _run(step: LadderStep, trial: Trial) -> Tensor:
+def _run(step: LadderStep, trial: measure.Trial) -> Tensor:
     """Run one training step; matrix products are torch's own unless this ladder step has oneDNN's."""
     with nullcontext() if step.onednn else products_of_torch():
         return trial.run()
 
 
 def _rows(
-    steps: list[LadderStep], memory: dict[str, ChildResult], timings: dict[str, Timing], batch: int
+    steps: list[LadderStep], memory: dict[str, measure.ChildResult], timings: dict[str, measure.Timing], batch: int
 ) -> Iterator[dict[str, Any]]:
     first = before = timings[steps[0].name].seconds
     for step in steps:
@@ -236,10 +224,11 @@ def _page(result: dict[str, Any]) -> str:
     ]
     libraries = f" (libraries take {result['imports_mib']:.0f} MiB of both)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
-    lines = [heading("bench ladder", result), markdown_table(header, rows), ""]
+    lines = [measure.heading("bench ladder", result), markdown_table(header, rows), ""]
     lines += [f"{name} skipped: {reason}" for name, reason in result["skipped"].items()]
+    speed, memory = result["exact_total_speedup"], result["exact_total_memory_ratio"]
     lines.append(
-        f"{clock_name(result['clock'])}, medians; exact steps: the last has {result['exact_total_speedup']:.2f} x the "
-        f"images/s of the first and {result['exact_total_memory_ratio']:.2f} x its peak memory{libraries}"
+        f"{measure.clock_name(result['clock'])}, medians; exact steps: the last has {speed:.2f} x the images/s of the "
+        f"first and {memory:.2f} x its peak memory{libraries}"
     )
     return "\n".join(lines)

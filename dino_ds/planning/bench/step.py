@@ -25,23 +25,7 @@ from dino_ds.engine.process import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import BenchStepOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure import (
-    MEMORY_STEPS,
-    MIB,
-    GpuPeak,
-    PartTimes,
-    Timing,
-    about,
-    begin,
-    build_trial,
-    clock_name,
-    heading,
-    matmul_tflops,
-    resolve,
-    run_in_child,
-    synchronize,
-    time_interleaved,
-)
+from dino_ds.planning import measure
 
 _TRACE, _TRACED, _OPERATORS = "trace.json", 3, 15
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
@@ -58,14 +42,14 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
         raise ConfigError("--compare with --profile: trace one setting, named by its own option")
     if options.profile:
         check_absent(Path(options.profile, _TRACE), "name another folder with --profile")
-    batch = begin(options.batch, options.threads)
-    resolved = {name: resolve(*setting, ds_path, batch) for name, setting in settings.items()}
+    batch = measure.begin(options.batch, options.threads)
+    resolved = {name: measure.resolve(*setting, ds_path, batch) for name, setting in settings.items()}
     if torch.cuda.is_available():  # one at a time: two may not fit
         summaries = [summary for name, pair in resolved.items() for summary in _measure({name: pair}, {}, options)]
     else:
         memory = {name: _peak_memory(*pair, ds_path, batch, options.threads) for name, pair in settings.items()}
         summaries = _measure(resolved, memory, options)
-    result = about(recipe, batch) | {"settings": summaries}
+    result = measure.about(recipe, batch) | {"settings": summaries}
     if options.compare:
         first, second = summaries
         result["ratio"] = second["images_per_second"] / first["images_per_second"]
@@ -94,14 +78,14 @@ def _peak_memory(recipe: Recipe, ds: dict[str, Any], ds_path: str, batch: int, t
     if distributed.world_size() > 1:
         return {}
     arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "ds_path": ds_path}
-    child = run_in_child(take_steps, threads, batch=batch, **arguments)
+    child = measure.run_in_child(take_steps, threads, batch=batch, **arguments)
     return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
     """Run a few steps in the process whose memory is measured."""
-    trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
-    for _ in range(MEMORY_STEPS):
+    trial = measure.build_trial(*measure.resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
+    for _ in range(measure.MEMORY_STEPS):
         trial.run()
 
 
@@ -109,11 +93,11 @@ def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
     """Time the settings, interleaved. memory: of each setting; {} on a GPU, where it is measured here, for one."""
-    peak, waits = None if memory else GpuPeak(), distributed.world_size() > 1
-    parts = {name: PartTimes(device(), waits) for name in resolved}
-    steps = {name: build_trial(*pair).run for name, pair in resolved.items()}
+    peak, waits = None if memory else measure.GpuPeak(), distributed.world_size() > 1
+    parts = {name: measure.PartTimes(device(), waits) for name in resolved}
+    steps = {name: measure.build_trial(*pair).run for name, pair in resolved.items()}
     runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
-    timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
+    timings = measure.time_interleaved(runs, options.steps, options.warmup, device(), waits)
     traced = {name: trace_steps(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     steps.clear()
@@ -136,7 +120,7 @@ def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
     ):
         for _ in range(_TRACED):
             step()
-        synchronize(device())
+        measure.synchronize(device())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,14 +132,14 @@ def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
 
 
 def _summary(
-    timing: Timing, spent: dict[str, float], recipe: Recipe, config: DsConfig, memory: dict[str, float]
+    timing: measure.Timing, spent: dict[str, float], recipe: Recipe, config: DsConfig, memory: dict[str, float]
 ) -> dict[str, Any]:
-    cuda, libraries = torch.cuda.is_available(), int(memory.get("imports_mib", 0.0) * MIB)
+    cuda, libraries = torch.cuda.is_available(), int(memory.get("imports_mib", 0.0) * measure.MIB)
     predicted = estimate_memory(recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
     flops = sum(model_flops(recipe).values())
     tflops = flops * images / timing.seconds / 1e12
-    peak = matmul_tflops(device(), DTYPES[config.precision])
+    peak = measure.matmul_tflops(device(), DTYPES[config.precision])
     shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}
     return {
         "precision": config.precision,
@@ -192,10 +176,10 @@ def _page(result: dict[str, Any]) -> str:
     for part in (*PARTS, "other"):
         rows[f"part: {part}"] = [f"{100 * s['parts'][part]:.1f} %" for s in settings]
     lines = [
-        heading("bench step", result),
+        measure.heading("bench step", result),
         markdown_table(["", *(s["name"] for s in settings)], [(name, *cells) for name, cells in rows.items()]),
         "",
-        f"{clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model",
+        f"{measure.clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model",
     ]
     if "trace" in settings[0]:
         lines += ["", settings[0]["operators"], f"{settings[0]['trace']}: open it in ui.perfetto.dev"]

@@ -30,22 +30,9 @@ from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.process import device, resident_mib
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import BenchTuneOptions
+from dino_ds.planning import measure
 from dino_ds.planning.bench.step import trace_steps
 from dino_ds.planning.fit import with_batch
-from dino_ds.planning.measure import (
-    MEMORY_STEPS,
-    ChildFailed,
-    ChildLimits,
-    GpuPeak,
-    PartTimes,
-    build_trial,
-    describe_host,
-    real_feed,
-    resolve,
-    run_in_child,
-    run_on_data,
-    synchronize,
-)
 
 _ONCE = ("optimizer", "center", "ema")
 """Parts of a step that run once, however many micro-batches it has."""
@@ -157,7 +144,7 @@ class Trials:
     def __init__(self, options: BenchTuneOptions, ranks: int, limit_gib: float) -> None:
         self._path, self.ranks, self.limit_gib = Path(options.out).with_suffix(".json"), ranks, limit_gib
         self._threads = options.threads or max(1, len(usable_cores()) // ranks)
-        self._place = [self._threads, ranks, *(describe_host()[name] for name in ("host", "gpu", "versions"))]
+        self._place = [self._threads, ranks, *(measure.describe_host()[name] for name in ("host", "gpu", "versions"))]
         self.ended: dict[str, dict[str, Any]] = self._read() if options.resume else {}
         self._busy, self._began, self.seconds = _busy_seconds(), time.monotonic(), 60 * options.minutes
         self.until(1.0)
@@ -195,11 +182,13 @@ class Trials:
             if time.monotonic() > self._end:
                 return {"failed": "no time was left: --minutes gives more, --resume goes on"}
             seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, self.seconds / _TRIALS))
-            limits = ChildLimits(self.ranks, self.limit_gib, _START_SECONDS + _TIMES_LONGER * seconds)
+            limits = measure.ChildLimits(self.ranks, self.limit_gib, _START_SECONDS + _TIMES_LONGER * seconds)
             try:
-                child = run_in_child(measure_step, self._threads, limits, setting=words, seconds=seconds, **kwargs)
+                child = measure.run_in_child(
+                    measure_step, self._threads, limits, setting=words, seconds=seconds, **kwargs
+                )
                 self.ended[key] = {"peak_mib": child.peak_mib, **child.value}
-            except ChildFailed as error:
+            except measure.ChildFailed as error:
                 self.ended[key] = {"failed": str(error)}
             self.write()
         return self.ended[key]
@@ -229,26 +218,30 @@ def measure_step(
 ) -> dict[str, Any]:
     """Measure steps for about `seconds`, in a trial's process; with real images, before them their loader alone.
     profile: folder for a trace."""
-    peak = GpuPeak() if torch.cuda.is_available() else None
-    recipe, config = resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
-    trial, parts, result = build_trial(recipe, config), PartTimes(device(), waits=True), dict[str, Any]()
+    peak = measure.GpuPeak() if torch.cuda.is_available() else None
+    recipe, config = measure.resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
+    trial, parts, result = (
+        measure.build_trial(recipe, config),
+        measure.PartTimes(device(), waits=True),
+        dict[str, Any](),
+    )
     step: Callable[[], object] = trial.run
     with ExitStack() as feeds:
         if real_images:
-            feed = feeds.enter_context(closing(real_feed(recipe, config.micro_batch)))
+            feed = feeds.enter_context(closing(measure.real_feed(recipe, config.micro_batch)))
             result |= _measure_loader(feed, config.micro_batch, seconds)
-            step = partial(run_on_data, trial, feed, recipe.seed)
-        for _ in range(MEMORY_STEPS):
+            step = partial(measure.run_on_data, trial, feed)
+        for _ in range(measure.MEMORY_STEPS):
             began = time.perf_counter()
             step()
-            synchronize(device())
+            measure.synchronize(device())
         wanted = distributed.gather_objects(round(seconds / (time.perf_counter() - began)))[0]
         result["seconds"] = []
         for _ in range(max(2, min(_MOST_STEPS, wanted))):
             began = time.perf_counter()
             with listen(parts):
                 step()
-            synchronize(device())
+            measure.synchronize(device())
             result["seconds"].append(time.perf_counter() - began)
         result |= trace_steps(step, Path(profile)) if profile else {}
     spent = {name: total / len(result["seconds"]) for name, total in parts.read().items()}
@@ -260,11 +253,11 @@ def measure_step(
 def _measure_loader(feed: DevicePrefetcher, images: int, seconds: float) -> dict[str, Any]:
     """Measure the images/s of a rank's loader alone, and an image's milliseconds in each range of this process."""
     next(feed)  # the loader's processes have started
-    parts, loaded, began = PartTimes(device(), waits=True), 0, time.perf_counter()
+    parts, loaded, began = measure.PartTimes(device(), waits=True), 0, time.perf_counter()
     with listen(parts):
         while (elapsed := time.perf_counter() - began) < seconds or not loaded:
             next(feed)
-            synchronize(device())
+            measure.synchronize(device())
             loaded += images
     stages = {name: 1000 * spent / loaded for name, spent in parts.read().items()}
     return {"loader": loaded / elapsed, "stages": stages}

@@ -14,6 +14,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
+from dino_ds.planning import measure
 from dino_ds.planning.bench import inference, ladder, step, trials
 from dino_ds.planning.measure import ChildResult, about, heading
 from dino_ds.weights.export import export_safetensors
@@ -37,9 +38,8 @@ def no_children(monkeypatch):
         calls.append(function)
         return ChildResult(None, 100.0, 60.0)
 
-    for module in (step, ladder):
-        monkeypatch.setattr(module, "run_in_child", here)
-    monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)  # a second's work
+    monkeypatch.setattr(measure, "run_in_child", here)
+    monkeypatch.setattr(measure, "matmul_tflops", lambda *_: 0.25)  # a second's work
 
 
 def _result(capsys):

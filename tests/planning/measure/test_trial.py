@@ -30,7 +30,7 @@ def _trial(stage=0, batch=4, **sections):
 @pytest.mark.slow
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
-    assert [tuple(view.shape) for view in all_crops(trial.inputs.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
+    assert [tuple(view.shape) for view in all_crops(trial.batch.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
     schedule = trial.step.schedule
     assert not schedule.prototypes_frozen and not schedule.unfreeze_prototypes
     assert schedule.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
