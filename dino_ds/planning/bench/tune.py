@@ -175,7 +175,7 @@ class Search:
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
         recipes = {n: change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
         made = [replace(best, name=f"loader processes: {n}", recipe=recipe) for n, recipe in recipes.items()]
-        self.loaders = self._compare(made, 1, real_images=True)
+        self.loaders = self._compare(made, real_images=True)
         ran = [result for result in self.loaders.values() if result.rounds]
         enough = [result for result in ran if (result.wait or 0.0) <= ENOUGH_WAIT]
         fastest = sorted(ran, key=lambda result: -result.images_per_second)
