@@ -10,13 +10,13 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 42_450,
-    "package files": 193,
-    "test lines": 34_690,
+    "package lines": 42_480,
+    "package files": 192,
+    "test lines": 34_900,
     "recipe keys": 136,
-    "words of pages": 14_180,
+    "words of pages": 14_150,
     "words of notes": 6_180,
-    "variables named by a pronoun": 30,
+    "variables named by a pronoun": 24,
 }
 
 
