@@ -149,8 +149,8 @@ def _tables(search: Search) -> list[Table]:
     tables: list[Table] = [
         _table("As given and tuned", search.pair),
         _table("Micro-batches", sizes, f"Largest: {search.limited_by or 'the whole batch'}."),
-        _table("Loader processes", loaders, f"Taken: the fewest that wait below {ENOUGH_WAIT:.0%} of the step, or else "
-               "the fastest."),
+        _table("Loader processes", loaders, "Taken: of those as fast as the fastest, the fewest that wait below "
+               f"{ENOUGH_WAIT:.0%} of the step, or else the fewest."),
         ("Loading an image", ("stage", "ms"), [(name, f"{ms:.2f}") for name, ms in stages.items()], ""),
         _table("Levers, each changed alone", levers, f"None is faster and takes less memory than {front} (Pareto). "
                f"What is learned is equal up to rounding{but}."),

@@ -169,14 +169,16 @@ class Search:
             yield f"{few.crops.num_local} local crops", few, self._path, {}
 
     def _find_workers(self, best: Setting) -> Setting:
-        """Measure `best` on real images, from no loader process to one a core; return it with the fewest that leave
-        hardly a wait, or else those of the fastest step."""
+        """Measure `best` on real images, from no loader process to one a core; return it, of those that are as fast as
+        the fastest, with the fewest that leave hardly a wait, or else with the fewest."""
         cores = max(1, len(usable_cores()) // self._trials.ranks)
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
         recipes = {n: change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
         made = [replace(best, name=f"loader processes: {n}", recipe=recipe) for n, recipe in recipes.items()]
         self.loaders = self._compare(made, real_images=True)
         ran = [result for result in self.loaders.values() if result.rounds]
-        enough = [result for result in ran if (result.wait or 0.0) <= ENOUGH_WAIT]
-        fastest = sorted(ran, key=lambda result: -result.images_per_second)
-        return next((result.setting for result in [*enough, *fastest]), best)
+        if not ran:
+            return best
+        top = max(ran, key=lambda result: result.images_per_second)
+        fast = [result for result in ran if not top.beats(result)]
+        return next((result for result in fast if (result.wait or 0.0) <= ENOUGH_WAIT), fast[0]).setting
