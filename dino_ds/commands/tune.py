@@ -193,7 +193,7 @@ def _bars(search: Search) -> Iterator[tuple[str, list[tuple[str, str, list[tuple
         memory = measured.setting.memory
         gibs[name] = {part: size / GIB for part, size in memory.parts.items()} if memory else {}
     for title, values, show in (
-        ("Parts of a step", seconds, lambda value: f"{value:.3g} s"),
+        ("Parts of a step", seconds, lambda value: f"{1000 * value:.1f} ms"),
         ("Memory of a rank, predicted", gibs, gib),
     ):
         most = max((value for parts in values.values() for value in parts.values()), default=1.0)
