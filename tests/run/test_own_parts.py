@@ -72,7 +72,7 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     with redirect_stdout(io.StringIO()):
         report(ReportOptions(run=str(straight)))
     page = next(straight.glob("*.html")).read_text()
-    for words in ("variance" if changes else "Variance of patches", "slow_momentum"):
+    for words in ("variance" if changes else "Variance of patches", "Slow momentum"):
         assert words in page, words
 
 
