@@ -148,9 +148,9 @@ def a_step(recipe: Recipe, rank: int) -> list[Collective]:
         schedules = build_schedules(recipe, 10)
         step = TrainingStep(engine, Teachers(teachers, recipe.groups), objective, schedules, recipe.groups)
         step.schedule = schedules.at(schedules.steps)
-        crops, _, masks = _inputs(recipe, recipe.groups, IMAGES)
-        there = {name: [torch.empty_like(crop, device=CUDA) for crop in group] for name, group in crops.items()}
-        hidden = {n: {k: torch.empty_like(t, device=CUDA) for k, t in mask.items()} for n, mask in masks.items()}
+        batch = _inputs(recipe, recipe.groups, IMAGES)
+        there = {name: [torch.empty_like(crop, device=CUDA) for crop in group] for name, group in batch.crops.items()}
+        hidden = {n: {k: torch.empty_like(t, device=CUDA) for k, t in mask.items()} for n, mask in batch.masks.items()}
         collectives.called.clear()  # of construction
         with mock.patch("torch.Tensor.is_pinned", return_value=False):
             out = step.micro_batch(Batch(there, torch.empty(IMAGES, dtype=torch.long, device=CUDA), hidden))

@@ -209,13 +209,9 @@ def test_a_run_of_two_hosts_goes_on_on_one_with_another_ds_config_and_back(start
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-CLOCK = "import time; _now = time.time; time.time = lambda: _now() + 3600"
-
-
 def test_a_clock_that_is_an_hour_off_changes_nothing(start, images, tmp_path):
     """On the far host, for the rank and all that it starts."""
-    (tmp_path / "sitecustomize.py").write_text(CLOCK)
-    start(at_once((1,), act(inject.import_first, str(tmp_path))), changes=SAVES).finish()
+    start(at_once((1,), act(inject.shift_clock, str(tmp_path), 3600)), changes=SAVES).finish()
     assert run_on_ranks(train_tiny, images, tmp_path / "straight", "zero1_fp32.json") == [None, None]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "straight")
 
