@@ -146,8 +146,16 @@ def test_an_error_of_a_callback_stops_and_saves(recipe, run, tmp_path):
     assert steps[0] == steps[1]
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal: what a shell's & has started ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
-def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch):
+def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch, interruptible):
     monkeypatch.setattr(stop, "FORWARDED_SECONDS", 0.05)
 
     def press(step, metrics, times=1):
