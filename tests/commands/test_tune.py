@@ -16,7 +16,7 @@ from dino_ds.errors import ConfigError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
 from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning.bench import trials
-from dino_ds.planning.measure import ChildOutOfMemory, ChildResult
+from dino_ds.planning.measure import ChildFailed, ChildOutOfMemory, ChildResult
 from tests.planning.measure.tiny import TINY
 
 GIVEN = {**TINY, "data.global_batch": "64", "crops.num_local": "2"}
@@ -29,7 +29,7 @@ class Machine:
     without recomputation, and each loader process loads 15 images/s of the 22 that the step takes."""
 
     def __init__(self):
-        self.calls, self.noise, self.interrupt_at = [], 0.0, None
+        self.calls, self.noise, self.interrupt_at, self.failing = [], 0.0, None, None
 
     def __call__(self, function, threads, limits, seconds, **words):
         self.calls.append(function.__name__)
@@ -40,6 +40,8 @@ class Machine:
     def _step(self, words):
         setting, workers = words["setting"], words["setting"]["recipe"]["data"]["workers"]
         micro = setting["ds"]["train_micro_batch_size_per_gpu"]
+        if micro == self.failing:
+            raise ChildFailed("it had no luck")
         if micro > MOST_IMAGES:
             raise ChildOutOfMemory(f"a measuring process took {micro} GiB")
         recomputed = "activation_checkpointing" in setting["ds"]
@@ -107,6 +109,13 @@ def test_a_limit_below_the_prediction_is_found_by_running(machine, tmp_path):
     rates = {name: size.get("images_per_second") for name, size in facts["sizes"].items()}
     assert rates[f"micro-batch {MOST_IMAGES}"] and not rates[f"micro-batch {2 * MOST_IMAGES}"]
     assert "took 32 GiB" in facts["limited_by"] and "as given, it does not run" in facts["verdict"]
+
+
+def test_a_micro_batch_that_fails_below_one_that_runs_is_no_limit(machine, tmp_path):
+    machine.failing = 4
+    facts = _tune(tmp_path).data
+    assert "it had no luck" in facts["sizes"]["micro-batch 4"]["failed"]
+    assert facts["limited_by"].startswith(f"micro-batch {2 * MOST_IMAGES}: ")
 
 
 def test_what_is_within_the_spread_is_equal_and_the_smaller_micro_batch_is_taken(machine, tmp_path):

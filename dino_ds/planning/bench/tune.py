@@ -106,10 +106,12 @@ class Search:
                 halved.append(size)
         made = [self._setting(f"micro-batch {n}", self._recipe, self._path, micro=n) for n in halved]
         probe = min(made, key=lambda setting: abs(setting.config.micro_batch - _PROBE))
-        rate = self._try(probe, math.inf)
+        rate, self.limited_by = self._try(probe, math.inf)
         runs, top = list[Setting](), 0.0
         for setting in made if rate else made[made.index(probe) + 1 :]:
-            speed = self._try(setting, rate or math.inf)
+            speed, reason = self._try(setting, rate or math.inf)
+            if reason and not runs:
+                self.limited_by = reason
             if speed:
                 runs, top = [*runs, setting], max(top, speed)
             if speed < SLOW * top:
@@ -120,20 +122,19 @@ class Search:
         fastest = max(results.values(), key=lambda result: result.images_per_second)
         return next(setting for setting in reversed(runs) if not fastest.beats(results[setting.name]))
 
-    def _try(self, setting: Setting, rate: float) -> float:
-        """Return the images/s of a first trial; 0.0 if there can be none, whose reason limits the micro-batch."""
-        if reason := self._too_large(setting, rate):
-            self.limited_by = f"{setting.name}: {reason}"
-            return 0.0
-        self.sizes |= (results := self._trials.compare([setting], 1))
-        if reason := results[setting.name].failed:
-            self.limited_by = f"{setting.name}: {reason}"
-        return results[setting.name].images_per_second
+    def _try(self, setting: Setting, rate: float) -> tuple[float, str]:
+        """Return the images/s of a first trial, and ""; or 0.0, and why nothing was measured."""
+        reason = self._too_large(setting, rate)
+        if not reason:
+            self.sizes |= (results := self._trials.compare([setting], 1))
+            reason = results[setting.name].failed
+        return (0.0, f"{setting.name}: {reason}") if reason else (results[setting.name].images_per_second, "")
 
     def _find_lever(self, fastest: Setting) -> Setting:
         """Compare the shipped ds configs and other levers, each changed alone, at the fastest micro-batch; return the
         fastest that learns the same."""
-        fastest = replace(fastest, name=f"{Path(self._path).stem}, as given")
+        own = Path(self._path).stem
+        fastest = replace(fastest, name=f"{own}, as given")
         settings = {fastest.resolved: fastest}
         for name, recipe, path, changes in self._levers(fastest.recipe):
             try:
@@ -145,9 +146,7 @@ class Search:
                 setting = replace(setting, learned="a loss of fewer crops")
             if reason := self._too_large(setting):
                 self.skipped[name] = reason
-            elif (same := settings.setdefault(setting.resolved, setting)) is not setting and name != Path(
-                self._path
-            ).stem:
+            elif (same := settings.setdefault(setting.resolved, setting)) is not setting and name != own:
                 self.skipped[name] = f"here the same as {same.name}"
         self.levers = self._compare([*settings.values()])
         best = self.levers[fastest.name]
