@@ -1,5 +1,5 @@
-"""What the code of a training step tells and asks its process: the part that it is in, whether this is a rehearsal on
-tensors without memory, and which fast paths are taken.
+"""State that the code of a training step shares with its process: named parts for profilers, whether the step is only
+rehearsed on tensors without memory, and the fast paths that it takes on a GPU.
 """
 
 from __future__ import annotations

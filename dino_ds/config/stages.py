@@ -217,7 +217,7 @@ _OF_A_RUN = {"stage_start": "none", "model.init_from": "none", "objective.preser
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a command: the names of options and keys that were typed, and their values.
+    """A command's request as the user typed it: the names of options and keys, and their values.
 
     Args:
         options: the command's own options by name, converted; `config` and `ds_config` are among them.

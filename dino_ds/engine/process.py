@@ -35,7 +35,6 @@ from dino_ds.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PATIENCE_SECONDS = 25.0
 """Time after which a rank that waits for others says so."""
-_OF_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that name network interfaces."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -97,8 +96,7 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
         # The server is shared with the process group's store: same port, same process.
         store = _store(mine, timeout)
         several, start = _call_roll(store, mine, ranks, timeout)
-        of_agent = os.environ.get(_OF_AGENT) == "True"
-        joins = dist.PrefixStore(f"dino_ds/{start}", store) if of_agent else None
+        joins = dist.PrefixStore(f"dino_ds/{start}", store) if _agent_serves() else None
         yield joins, timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)
         del store
     except RuntimeError as error:
@@ -114,10 +112,15 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
         raise
 
 
+def _agent_serves() -> bool:
+    """Whether torchrun's agent serves the store of its ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _store(mine: int, timeout: timedelta) -> dist.Store:
     """The store of rank 0, or of torchrun's agent."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = mine == 0 and os.environ.get(_OF_AGENT) != "True"
+    serves = mine == 0 and not _agent_serves()
     for seconds in (timedelta(seconds=_PATIENCE_SECONDS), timeout):
         try:
             return dist.TCPStore(

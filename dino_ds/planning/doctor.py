@@ -50,7 +50,7 @@ _LOAD_CURES = {
     "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
 }
 _EQUAL = ("python", "torch", "deepspeed", "dino_ds")
-"""What must have the same version on all machines."""
+"""Packages that must have the same version on all machines."""
 _ANSWER_SECONDS = 180  # enough to import torch from a cold network disk
 _FORM = (
     "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "

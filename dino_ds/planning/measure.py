@@ -1,4 +1,4 @@
-"""What the benches measure and how: a recipe's training step, interleaved times, peak memory, this host and its GPU."""
+"""Measurements for the benches: a recipe's training step, interleaved times, peak memory, this host and its GPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DPI = 90
 _HEADS = 12
 """Most attention heads that are shown, each in a column."""
 INK, _OPACITIES = "#727c8b", 16
-"""Of words, on a ground that is left out: they are read on a light page and on a dark one."""
+"""Color of the words in a picture without a background: it is read on a light page and on a dark one."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
 """Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.24

@@ -49,6 +49,17 @@ IMAGES = "images"
 """The name of the images in --allow_change."""
 _PROBES = 500
 _OPTIMIZER = "optimizer.kind"
+_FILES = (
+    *("config.yaml", "ds_config.json", stages.ENVIRONMENT, "metrics.jsonl", "log.txt", "events.jsonl"),
+    *("teacher.safetensors", "teacher.json", BEST_TEACHER, "best_teacher.json", "evaluations.json"),
+    "bad_batches.jsonl",
+)
+_FOLDERS = ("checkpoints", "tensorboard", "pictures")
+_SECONDS_TO_SEE = 40.0
+_PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
+_MOST_STARTS = 200
+_LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+"""Launchers, and for each an environment variable of a rank that no other launcher sets."""
 
 
 def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
@@ -345,15 +356,6 @@ class RunFolder:
         return min(last, first + max_steps) if max_steps else last
 
 
-_FILES = (
-    *("config.yaml", "ds_config.json", stages.ENVIRONMENT, "metrics.jsonl", "log.txt", "events.jsonl"),
-    *("teacher.safetensors", "teacher.json", BEST_TEACHER, "best_teacher.json", "evaluations.json"),
-    "bad_batches.jsonl",
-)
-_FOLDERS = ("checkpoints", "tensorboard", "pictures")
-_SECONDS_TO_SEE = 40.0
-
-
 def check_place(path: Path) -> None:
     """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or one of a run's files is a
     folder there, one of its folders a file, or either a broken link. A link to a disk that is not mounted is refused
@@ -407,12 +409,6 @@ def _becomes_visible(path: Path) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-_PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
-_MOST_STARTS = 200
-_LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
-"""Launchers, and for each an environment variable of a rank that no other launcher sets."""
 
 
 @functools.cache
