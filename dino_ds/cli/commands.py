@@ -158,16 +158,15 @@ def _surely_lacks_fp16() -> bool:
 
 def _check_images(recipe: Recipe, run_dir: Path) -> None:
     """Raises DataError if images of the user's are missing."""
-    from dino_ds.data.mixture import place_of
+    from dino_ds.data.mixture import roots_of
     from dino_ds.data.root import check_root, check_split
 
-    data, root = recipe.data, recipe.data.root
-    if data.source != "folder":
+    if recipe.data.source != "folder":
         return
-    for root_or_part in [place_of(part, root) for part in data.parts] or [root or ""]:
-        check_root(root_or_part)
+    for root in roots_of(recipe.data):
+        check_root(root)
         if not holds_run(run_dir):  # a run continues with the images it began with
-            check_split(root_or_part)
+            check_split(root)
     for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
         if other is not None and recipe.eval.every.value:
             check_root(other, key)

@@ -17,6 +17,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.config.stages import Request
 from dino_ds.costs.memory import GIB
+from dino_ds.data.mixture import roots_of
+from dino_ds.data.root import check_root
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
@@ -51,12 +53,15 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, request: Request) -> Result:
     """Measure, and write the page and its JSON, also where Ctrl-C ends the search early.
 
-    Raises ConfigError for a page or folder that can't be written, OutOfMemory if no micro-batch runs.
+    Raises ConfigError for a page or folder that can't be written, DataError without the images that are named,
+    OutOfMemory if no micro-batch runs.
     """
     import torch
 
     page = Path(options.out)
     _check_files(page, options)
+    for root in filter(None, roots_of(recipe.data)):
+        check_root(root)
     init_distributed()
     ranks, machine = options.ranks or torch.cuda.device_count() or 1, find_machine()
     limit = machine.host_gib / ranks if machine.card_gib is None else FILLED * machine.card_gib

@@ -14,7 +14,7 @@ import numpy as np
 
 from dino_ds.basics.files import is_url
 from dino_ds.basics.seeds import crop_seed, mix
-from dino_ds.config.sections import MixturePart
+from dino_ds.config.sections import DataSection, MixturePart
 from dino_ds.data.encoded import EncodedImages, ListedFiles
 from dino_ds.data.images import Joined, Source, is_remote, prepare_images
 from dino_ds.data.listing import Labels, join_classes, note_unnamed, printable
@@ -165,6 +165,14 @@ def place_of(part: MixturePart, root: str | None) -> str:
             f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
         )
     return os.path.join(os.path.expanduser(root or ""), path)
+
+
+def roots_of(data: DataSection) -> list[str]:
+    """The paths or patterns of a recipe's own images, "" where none are named; [] for a data set by name. Raises
+    ConfigError as `place_of` does."""
+    if data.source != "folder":
+        return []
+    return [place_of(part, data.root) for part in data.parts] or [data.root or ""]
 
 
 class Draws:

@@ -34,7 +34,7 @@ from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import RECIPES, read_recipe_files
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request
-from dino_ds.data.mixture import place_of
+from dino_ds.data.mixture import roots_of
 from dino_ds.data.root import check_root
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 from dino_ds.options.commands import DoctorOptions
@@ -237,9 +237,7 @@ def _look_at_hosts(
 ) -> Iterator[Finding]:
     recipes = [] if request.config is None else [file.path for file in read_recipe_files(request.config)]
     files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
-    data = recipe.data
-    roots = [place_of(part, data.root) for part in data.parts] or [data.root or ""]
-    images = [] if data.source != "folder" or data.download else [*filter(None, roots)]
+    images = [] if recipe.data.download else [*filter(None, roots_of(recipe.data))]
     yield from look_at_machines(
         hosts, [os.path.abspath(path) for path in dict.fromkeys(files)], images, Path(options.run_dir)
     )

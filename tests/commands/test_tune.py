@@ -12,7 +12,7 @@ from dino_ds.commands import tune
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Request
-from dino_ds.errors import ConfigError, OutOfMemory
+from dino_ds.errors import ConfigError, DataError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
 from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning.bench import trials
@@ -166,6 +166,12 @@ def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path
 def test_what_can_not_be_tuned_is_refused(machine, tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):
         _tune(tmp_path, **options)
+
+
+def test_images_that_are_not_there_are_refused_before_a_trial(machine, tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        _tune(tmp_path, changes={"data.source": "folder", "data.root": str(tmp_path / "nowhere")})
+    assert not machine.calls
 
 
 def test_a_batch_that_never_fits_names_the_largest_part(machine, tmp_path):
