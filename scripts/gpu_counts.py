@@ -67,7 +67,8 @@ def _counts(recipe: Recipe, config: DsConfig) -> dict[str, Counts]:
     found["ema"].add(_LAUNCHES_OF_EMA, _EMA_BYTES * weights)
     if config.keeps_teacher_copy(True, weights):  # the rehearsed teacher casts its matrices at each use
         cast = _CAST_BYTES * sum(facts.sizes[name] for name in facts.cast)
-        found["teacher"].add(-len(facts.cast), -cast)
+        biases = sum(name.endswith("attn.q_bias") for name in facts.sizes)  # concatenated and cast at each use
+        found["teacher"].add(-len(facts.cast) - 2 * biases, -cast)
         found["ema"].add(math.ceil(len(facts.cast) / 100), cast)
     return found
 

@@ -24,6 +24,7 @@ from dino_ds.method.specs.base import TeacherSpec
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
+from dino_ds.models.blocks import RotaryAttention
 from dino_ds.models.network import Network
 from dino_ds.models.trained import share_value
 
@@ -177,6 +178,10 @@ def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, 
     running = copy.deepcopy(network, shared)
     copies, originals = [], []
     for mine in running.modules():
+        if isinstance(mine, RotaryAttention):
+            for part, original in mine.keep_bias(dtype):
+                copies.append(part)
+                originals.append(original)
         for name, parameter in list(mine.named_parameters(recurse=False)):
             if is_cast(mine):
                 copies.append(torch.empty_like(parameter.data, dtype=dtype))

@@ -46,6 +46,7 @@ class Backbone(nn.Module, ABC):
         super().__init__()
         self.spec = spec
         self._checkpointed = 0
+        self.is_compiled = False
 
     @abstractmethod
     def forward(
@@ -112,6 +113,7 @@ class Backbone(nn.Module, ABC):
 
         mode: torch's "default" or "reduce-overhead", or "max-autotune", here without CUDA graphs.
         """
+        self.is_compiled = True
         torch_mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for segment in self.segments():
             segment.compile(dynamic=False, backend=backend, mode=torch_mode)

@@ -49,18 +49,15 @@ class Block(nn.Module):
         if isinstance(drop, list):
             return self._forward_kept(x, drop, selection, tables)
         first, second = (None, None) if drop is None else drop
-        branch, x = self.attn(self.norm1(x), packing, selection, tables), _selected(x, selection)
-        if drop is None and isinstance(self.norm2, BlockNorm) and self.norm2.fuses(branch):
-            x, normed = self.norm2.of_sum(x, branch, self.gamma1)
-        else:
-            x = self.add1(x, branch, first)
-            normed = self.norm2(x)
-        return self.add2(x, self.mlp(normed), second)
+        branch = self.attn(self.norm1(x), packing, selection, tables)
+        x = self.add1(_selected(x, selection), branch, first)
+        return self.add2(x, self.mlp(self.norm2(x)), second)
 
     @property
-    def gamma1(self) -> Tensor | None:
-        """The scale of the attention's branch; read only where no other rank has a part of it."""
-        return self.ls1.gamma if isinstance(self.ls1, LayerScale) else None
+    def gammas(self) -> tuple[Tensor | None, Tensor | None]:
+        """LayerScale's parameters of the two branches; read only where no other rank has a part of them."""
+        first, second = (scale.gamma if isinstance(scale, LayerScale) else None for scale in (self.ls1, self.ls2))
+        return first, second
 
     def _forward_kept(
         self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
@@ -78,6 +75,32 @@ class Block(nn.Module):
 
     def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
         return _add(self.ls2, x, branch, drop)
+
+
+def run_fused(
+    blocks: Sequence[Block], x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[list[Tensor]]
+) -> Tensor:
+    """All blocks in turn, without gradients: each residual sum is one kernel with the norm after it, the next block's
+    too. selection: rows that the last block returns; tables: RoPE's, of each block."""
+    normed = blocks[0].norm1(x)
+    for i, block in enumerate(blocks):
+        rows = selection if i == len(blocks) - 1 else None
+        branch = block.attn(normed, packing, rows, tables[i])
+        of_attention, of_mlp = block.gammas
+        x, normed = _sum_and_norm(block.norm2, _selected(x, rows), branch, of_attention)
+        branch = block.mlp(normed)
+        if i + 1 < len(blocks):
+            x, normed = _sum_and_norm(blocks[i + 1].norm1, x, branch, of_mlp)
+    return add_branch(x, branch, of_mlp, None)
+
+
+def _sum_and_norm(norm: nn.Module, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x plus the branch, times gamma if given, and its norm; few rows are not fused, see `fuses_in_block`."""
+    if fuses_sums(norm, branch):
+        found: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
+        return found
+    x = add_branch(x, branch, gamma, None)
+    return x, norm(x)
 
 
 def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
@@ -137,8 +160,8 @@ class RotaryBlock(Block):
                 nn.init.constant_(gamma, self._layer_scale)
 
     @property
-    def gamma1(self) -> Tensor | None:
-        return self.gamma_1
+    def gammas(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.gamma_1, self.gamma_2
 
     def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
         return add_branch(x, branch, self.gamma_1, drop)
@@ -156,6 +179,7 @@ class RotaryAttention(Attention):
         self._zeros = MadeOnce()
         self.q_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
+        self._kept_bias: Tensor | None = None
 
     def reset_parameters(self) -> None:
         for bias in (self.q_bias, self.v_bias):
@@ -163,11 +187,19 @@ class RotaryAttention(Attention):
                 nn.init.zeros_(bias)
 
     def qkv_bias(self) -> Tensor | None:
-        if self.q_bias is None or self.v_bias is None:
-            return None
+        if self.q_bias is None or self.v_bias is None or self._kept_bias is not None:
+            return self._kept_bias
         bias = self.v_bias
         zeros = self._zeros.of((bias.dtype, bias.device), lambda: torch.zeros_like(bias))
         return torch.cat((self.q_bias, zeros, bias))
+
+    def keep_bias(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Use one bias of this dtype from now on; returns its parts and what the caller copies into them."""
+        if self.q_bias is None or self.v_bias is None:
+            return []
+        self._kept_bias = self.q_bias.new_zeros(3, len(self.q_bias), dtype=dtype).flatten()
+        parts = self._kept_bias.chunk(3)
+        return [(parts[0], self.q_bias.data), (parts[2], self.v_bias.data)]
 
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
@@ -215,23 +247,19 @@ def norm_layer(arch: ViTSpec, layer_norm: type[nn.LayerNorm] = nn.LayerNorm) -> 
 
 
 class BlockNorm(nn.LayerNorm):
-    """LayerNorm that a teacher on a GPU computes in one kernel with the sum that it normalizes and the cast of its FP32
-    result to autocast's dtype."""
+    """LayerNorm that a teacher on a GPU computes in one kernel with the cast of its FP32 result to autocast's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.fuses(x):
+        if not fuses_sums(self, x):
             return super().forward(x)
         normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type))
         return normed
 
-    def fuses(self, x: Tensor) -> bool:
-        low = torch.is_autocast_enabled(x.device.type)
-        return low and not torch.is_grad_enabled() and fuses_in_block(x)
 
-    def of_sum(self, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x plus the branch, times gamma if given, and its norm in the branch's dtype."""
-        found: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, self.weight, self.bias, self.eps)
-        return found
+def fuses_sums(norm: nn.Module, x: Tensor) -> bool:
+    """Whether this norm of x, and a sum before it, is one kernel: in a teacher on a GPU, under autocast."""
+    low = isinstance(norm, BlockNorm) and torch.is_autocast_enabled(x.device.type)
+    return low and not torch.is_grad_enabled() and fuses_in_block(x)
 
 
 @fused(kernels=1, x=2)

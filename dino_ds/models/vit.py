@@ -12,12 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dino_ds.models.base import CLS, Backbone, Crops, init_weights, patches_of
-from dino_ds.models.blocks import Block, PatchEmbed, RotaryBlock, norm_layer
+from dino_ds.models.blocks import Block, PatchEmbed, RotaryBlock, fuses_sums, norm_layer, run_fused
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.positions import RopeTables, bicubic_matrix, resized
@@ -168,11 +169,14 @@ class VisionTransformer(Backbone):
         selection = wanted if self.options.cls_only_last_block else None
         x = torch.cat([s.flatten(0, 1) for s in sequences])
         drop = self._drop(draws, packing, x.dtype, selection)
-        last = len(self.blocks) - 1
-        for i, block in enumerate(self.blocks):
-            dropped = None if drop is None else drop[i]
-            tables = [batch.tables[i] for batch in batches if batch.tables]
-            x = self.run_segment(i, block, x, packing, dropped, selection if i == last else None, tables)
+        tables = [[batch.tables[i] for batch in batches if batch.tables] for i in range(len(self.blocks))]
+        blocks, last = cast("list[Block]", [*self.blocks]), len(self.blocks) - 1
+        if not self.is_compiled and drop is None and fuses_sums(blocks[0].norm1, x):
+            x = run_fused(blocks, x, packing, selection, tables)
+        else:
+            for i, block in enumerate(blocks):
+                dropped = None if drop is None else drop[i]
+                x = self.run_segment(i, block, x, packing, dropped, selection if i == last else None, tables[i])
         if wanted is not None and selection is None:
             x = x.index_select(0, wanted.rows)
         return self._normed_features(x, packing if wanted is None else wanted.packing, batches)
