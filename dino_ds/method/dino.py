@@ -101,8 +101,21 @@ def build_centering(spec: CenteringSpec, prototypes: int, device: torch.device) 
     return RunningCenter(spec.name, prototypes, spec.momentum, device)
 
 
+def sums_of_rows(logits: Logits, temperature: float) -> Tensor:
+    """What an iteration of Sinkhorn-Knopp sums over this rank's rows, (2, k)."""
+    tiles = _Tiles([logits], temperature)
+    log_sums = _log_sums_of_rank(tiles)
+    return torch.stack([log_sums, _sums(tiles, -log_sums)])
+
+
 def _log_sums(tiles: _Tiles) -> Tensor:
     """ln of the sum of exp(logits / temperature) over the rows of all ranks, (k,)."""
+    log_sums = _log_sums_of_rank(tiles)
+    largest = max_across_ranks(log_sums.clone())
+    return largest + sum_across_ranks((log_sums - largest).exp()).log()
+
+
+def _log_sums_of_rank(tiles: _Tiles) -> Tensor:
     log_sums = torch.full_like(tiles.scale, -torch.inf)
     if tiles.fused:
         for products, scale in tiles.products():
@@ -113,8 +126,7 @@ def _log_sums(tiles: _Tiles) -> Tensor:
             for part, scratch, _ in tiles.parts(tile):
                 sums += torch.sub(part, largest, out=scratch).exp_().sum(dim=0)
             torch.logaddexp(log_sums, largest.add_(sums.log_()), out=log_sums)
-    largest = max_across_ranks(log_sums.clone())
-    return largest + sum_across_ranks((log_sums - largest).exp()).log()
+    return log_sums
 
 
 def _sums(tiles: _Tiles, shift: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from dino_ds.data.photometric import kernel_difference
 from dino_ds.engine import distributed
 from dino_ds.engine.process import DTYPES, release_memory
 from dino_ds.errors import one_line
+from dino_ds.models.fused import fuse_as_in_training
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Compared, Comparison, Logits
 
@@ -123,12 +124,16 @@ def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Batch
 
 
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
-    """Losses, a teacher's rows and the gradients of the run's heads and two of its blocks, with these fast paths."""
+    """Losses, a teacher's rows, their Sinkhorn-Knopp sums and the gradients of the run's heads and two of its blocks,
+    with these fast paths."""
+    from dino_ds.method.dino import sums_of_rows
+
     performance, device, images = _take(case, taken), case.device, case.config.micro_batch
     dtype = DTYPES[case.config.precision]
     two_blocks = case.recipe.model.model_copy(update={"depth": 2, "train": "all", "init_from": None})
     recipe = case.recipe.model_copy(update={"model": two_blocks})
     network = case.build(recipe, performance).to(device).train()
+    fuse_as_in_training(network)
     if performance.compile != "off":
         network.backbone.compile_segments(performance.compile)
     inputs = synthetic_inputs(recipe, images, device)
@@ -136,6 +141,7 @@ def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
     crops = {group.name: inputs.crops[group.name] for group in recipe.groups if group.student}
     with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         seen = {name: output for name, output in network(crops, None, masks).items() if isinstance(output, Logits)}
+        sums = [sums_of_rows(logits, 0.1) for logits in seen.values()]
     comparisons = {name: _comparison(logits, images) for name, logits in seen.items()}
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -143,7 +149,7 @@ def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
     losses = torch.stack([o.loss if isinstance(o, Compared) else o.float().square().mean() for o in outputs])
     losses.sum().backward()
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-    return [losses.detach(), *(logits.rows for logits in seen.values()), *gradients]
+    return [losses.detach(), *(logits.rows for logits in seen.values()), *sums, *gradients]
 
 
 def _comparison(logits: Logits, images: int) -> Comparison:

@@ -6,13 +6,15 @@ import functools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from dino_ds.basics.ranges import TAKEN
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.engine.process import init_distributed
-from dino_ds.method import fast_paths
+from dino_ds.method import dino, fast_paths
 from dino_ds.method.build import build_network, build_objective, build_step
 from dino_ds.method.fast_paths import FAST_PATHS, Case, FastPath, settle
+from dino_ds.models import blocks, fused
 from dino_ds.models.attention import Attention
 from dino_ds.planning.measure import resolve
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
@@ -106,3 +108,18 @@ def test_a_wrong_attention_is_found(monkeypatch):
         kernel = lambda self, *arguments, factor=factor: factor * self._size_by_size(*arguments, ())  # noqa: E731
         monkeypatch.setattr(Attention, "_one_kernel", kernel)
         assert (path.compare(case, "varlen") == 0) == right == (not path.problem(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), [(dino, "_add_softmax"), (blocks, "_summed_and_normed")])
+def test_a_wrong_fused_function_is_found(module, name, monkeypatch):
+    """Of Sinkhorn-Knopp and of a teacher's blocks; right ones differ by roundings of FP32."""
+    case, plain = _case(torch.device("cpu"), tiny_ds(1, bf16={"enabled": True})), getattr(module, name).function
+    monkeypatch.setattr(dino, "fuses", lambda _: "fused" in TAKEN)
+    monkeypatch.setattr(blocks, "fuses_in_block", lambda _: "fused" in TAKEN and bool(fused._training))
+    for function in (dino._add_exp, dino._add_softmax, blocks._normed, blocks._summed_and_normed):
+        monkeypatch.setitem(function.__dict__, "_compiled", function.function)
+    for factor in (1.0, 0.7):
+        wrong = lambda *inputs, factor=factor: tree_map(lambda tensor: factor * tensor, plain(*inputs))  # noqa: E731
+        monkeypatch.setitem(getattr(module, name).__dict__, "_compiled", wrong)
+        assert (fast_paths._compare_results(case, "fused") < 1e-4) == (factor == 1.0)
