@@ -29,7 +29,7 @@ from dino_ds.cli.commands import adopt_ranks, check_options, check_start, check_
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request, check_model_path
-from dino_ds.engine.rank_variables import check_ranks
+from dino_ds.engine.rank_variables import check_ranks, speaks_for_its_machine
 from dino_ds.errors import (
     INTERRUPTED,
     ConfigError,
@@ -148,7 +148,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.kill(os.getpid(), signal.SIGPIPE)
         if debug:
             traceback.print_exc()
-        _exit(_say(error, run_dir, debug))
+        code = _say(error, run_dir, debug)
+        if speaks_for_its_machine(os.environ) and not isinstance(error, KeyboardInterrupt):
+            from dino_ds.engine.process import tell_other_machines
+
+            tell_other_machines(one_line(error))
+        _exit(code)
 
 
 def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:

@@ -35,6 +35,9 @@ from dino_ds.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PATIENCE_SECONDS = 25.0
 """Time after which a rank that waits for others says so."""
+_TELLING_SECONDS, _ASKING_SECONDS = 10.0, 2.0
+"""Time for which a rank that can't start tells the others, and after which these ask again whether one does."""
+_called_roll: list[None] = []
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that name network interfaces."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -94,7 +97,7 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
             yield None, timeout
             return
         # The server is shared with the process group's store: same port, same process.
-        store = _store(mine, timeout)
+        store = _store(timeout)
         several, start = _call_roll(store, mine, ranks, timeout)
         joins = dist.PrefixStore(f"dino_ds/{start}", store) if _agent_serves() else None
         yield joins, timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)
@@ -117,20 +120,29 @@ def _agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store(mine: int, timeout: timedelta) -> dist.Store:
+def _serves() -> bool:
+    """Whether the store of the ranks is in this process."""
+    return distributed.rank() == 0 and not _agent_serves()
+
+
+def _connect(timeout: timedelta) -> dist.Store:
     """The store of rank 0, or of torchrun's agent."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = mine == 0 and not _agent_serves()
-    for seconds in (timedelta(seconds=_PATIENCE_SECONDS), timeout):
-        try:
-            return dist.TCPStore(
-                address, port, None, is_master=serves, timeout=seconds, wait_for_workers=False, multi_tenant=True
-            )
-        except dist.DistNetworkError:
-            if serves or seconds == timeout:
-                raise
-            _say(f"rank {mine} does not reach rank 0 at {address}, port {port}, for {seconds.seconds} s")
-    raise AssertionError
+    return dist.TCPStore(
+        address, port, None, is_master=_serves(), timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    """`_connect`, which says after a while that it waits."""
+    try:
+        return _connect(timedelta(seconds=_PATIENCE_SECONDS))
+    except dist.DistNetworkError:
+        if _serves():
+            raise
+    place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+    _say(f"rank {distributed.rank()} does not reach rank 0 at {place}, for {_PATIENCE_SECONDS:.0f} s")
+    return _connect(timeout)
 
 
 def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> tuple[bool, str]:
@@ -139,7 +151,8 @@ def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> 
 
     Raises ConfigError if they disagree on the world size.
     """
-    prefix = f"dino_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    _called_roll.append(None)
+    prefix = _prefix()
     source, master = _route()
     store.set(f"{prefix}/{mine}", json.dumps([ranks, socket.gethostname(), master]))
     if mine == 0:
@@ -152,7 +165,7 @@ def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> 
         for rank in range(ranks):
             store.set(f"{prefix}/roll/{rank}", roll)
     else:
-        store.wait([f"{prefix}/roll/{mine}"], timeout)
+        _wait_for(f"{prefix}/roll/{mine}", store, timeout.total_seconds())
     sizes, several, seen, start = json.loads(_take(store, f"{prefix}/roll/{mine}"))
     if len(sizes) > 1:
         text = " and ".join(f"WORLD_SIZE {size} by rank {rank}" for size, rank in sizes.items())
@@ -160,6 +173,38 @@ def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> 
     if several and GLOO not in os.environ:
         _choose_interface(seen if _is_loopback(source) else source)
     return bool(several), str(start)
+
+
+def _prefix() -> str:
+    return f"dino_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def tell_other_machines(message: str) -> None:
+    """Tell ranks of other machines that this one can't start, and why: by some launchers they would wait for it. Rank 0
+    can be reached for a few seconds."""
+    if _called_roll:
+        return
+    with contextlib.suppress(RuntimeError, KeyError, ValueError):  # nobody is there, or they can't be found
+        store = _connect(timedelta(seconds=_TELLING_SECONDS))
+        store.set(f"{_prefix()}/ended", f"{socket.gethostname()} has not started: {message}")
+        if _serves():
+            time.sleep(_TELLING_SECONDS)
+
+
+def _wait_for(key: str, store: dist.Store, seconds: float) -> None:
+    """Wait for a key. Raises DistStoreError after so many seconds, ConfigError if a machine can't start."""
+    due, ended = time.monotonic() + seconds, f"{_prefix()}/ended"
+    while True:
+        left = due - time.monotonic()
+        try:
+            return store.wait([key], timedelta(seconds=max(0.01, min(left, _ASKING_SECONDS))))
+        except dist.DistStoreError:
+            if store.check([ended]):
+                if _serves():
+                    time.sleep(2 * _ASKING_SECONDS)  # until the others have asked too
+                raise ConfigError(store.get(ended).decode()) from None
+            if left < _ASKING_SECONDS:
+                raise
 
 
 def _take(store: dist.Store, key: str) -> bytes:
@@ -175,14 +220,14 @@ def _present(store: dist.Store, prefix: str, ranks: int, timeout: timedelta) -> 
     for rank in range(ranks):
         key = f"{prefix}/{rank}"
         try:
-            store.wait([key], timeout if said else timedelta(seconds=max(0.01, due - time.monotonic())))
+            _wait_for(key, store, timeout.total_seconds() if said else due - time.monotonic())
         except dist.DistStoreError:
             if said:
                 raise
             said, missing = True, [str(late) for late in range(rank, ranks) if not store.check([f"{prefix}/{late}"])]
             names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:8])}{' ...' if missing[8:] else ''}"
             _say(f"{names} of {ranks} did not come within {_PATIENCE_SECONDS:.0f} s: look at what they print")
-            store.wait([key], timeout)
+            _wait_for(key, store, timeout.total_seconds())
         differs = json.loads(store.get(key))[0] != ranks
         yield rank
         if differs:

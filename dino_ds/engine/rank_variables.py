@@ -33,6 +33,14 @@ def check_ranks(environment: Mapping[str, str]) -> None:
     _resolve(variables["MASTER_ADDR"])
 
 
+def speaks_for_its_machine(environment: Mapping[str, str]) -> bool:
+    """Whether this is the first rank of its machine, and there are ranks on others."""
+    here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or "1"
+    sizes = environment.get("WORLD_SIZE", "1"), here
+    several = all(map(str.isdecimal, sizes)) and int(sizes[0]) > int(sizes[1])
+    return several and environment.get("LOCAL_RANK") == "0"
+
+
 def _wrong(problem: str) -> ConfigError:
     return ConfigError(
         f"{problem}: start the ranks with deepspeed or torchrun, which set {', '.join(_NEEDED)}",

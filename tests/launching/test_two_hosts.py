@@ -51,13 +51,13 @@ def start(hosts, images, tmp_path):
 def mount(hosts):
     mounted = []
 
-    def mount(source, target):
-        hosts[1].run("mount", *(("-t", "tmpfs", "tmpfs") if source is None else ("--bind", source)), target)
-        mounted.append(target)
+    def mount(source, target, host=hosts[1]):
+        host.run("mount", *(("-t", "tmpfs", "tmpfs") if source is None else ("--bind", source)), target)
+        mounted.append((host, target))
 
     yield mount
-    for target in mounted:
-        hosts[1].run("umount", target)
+    for host, target in mounted:
+        host.run("umount", target)
 
 
 @pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 3))])
@@ -113,6 +113,18 @@ def test_a_rank_that_does_not_come_is_named(start):
     job.wait_for(lambda: "ha: rank 1 of 2 did not come within" in job.text(0), 200)
     job.signal(0, 15)
     assert job.wait().codes == [75, -9]
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_nobody_waits_for_a_host_that_refuses_to_start(refuses, start, mount, hosts, tmp_path):
+    """Before ranks join, where launchers such as `deepspeed --no_ssh` don't know of each other."""
+    (tmp_path / "broken").write_text("{")
+    mount(tmp_path / "broken", DS, hosts[refuses])
+    began = time.monotonic()
+    outcome = start().wait()
+    assert outcome.codes == [2, 2] and time.monotonic() - began < 60, outcome.text
+    assert "zero1_fp32.json" in outcome.output[refuses]
+    assert f"error: h{'ab'[refuses]} has not started: " in outcome.output[1 - refuses]
 
 
 def test_a_pulled_cable_ends_the_run_and_names_the_host(start, hosts, tmp_path):
