@@ -140,8 +140,10 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         for name in NAMES:
             up = _UP.format(name=name, folder=folder)
             holder = subprocess.Popen(["unshare", "-n", "-u", "-m", "sh", "-ec", up], start_new_session=True)
+            _wait_for(lambda holder=holder: holder.poll() or psutil.Process(holder.pid).name() == "sshd")
+            if holder.returncode:
+                raise subprocess.CalledProcessError(holder.returncode, up, stderr="unshare or sshd has ended")
             hosts.append(Host(name, folder, holder))
-            _wait_for(lambda holder=holder: psutil.Process(holder.pid).name() == "sshd")
         near, far = hosts
         link = "link add cable type veth peer name cable netns"
         near.run("ip", *link.split(), far.holder.pid)

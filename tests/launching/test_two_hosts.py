@@ -21,7 +21,7 @@ from tests.launching.hosts import OnHosts, two_hosts
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # real launchers and hosts: minutes, and timings of a quiet machine
+pytestmark = pytest.mark.slow
 SAVES = {"save_every": "3 steps", "save_in_background": "false"}
 
 
@@ -108,6 +108,7 @@ def test_no_rank_waits_for_a_dead_one(fault, codes, says, start, images):
     assert outcome.orphans == []
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named(start):
     job = start(at_once((1,), inject.kill))
     job.wait_for(lambda: "ha: rank 1 of 2 did not come within" in job.text(0), 200)
@@ -127,6 +128,7 @@ def test_nobody_waits_for_a_host_that_refuses_to_start(refuses, start, mount, ho
     assert f"error: h{'ab'[refuses]} has not started: " in outcome.output[1 - refuses]
 
 
+@pytest.mark.full
 def test_a_pulled_cable_ends_the_run_and_names_the_host(start, hosts, tmp_path):
     job = start(SLOW, changes={"hang_seconds": "15"})
     try:
@@ -140,6 +142,7 @@ def test_a_pulled_cable_ends_the_run_and_names_the_host(start, hosts, tmp_path):
     assert len(outcome.errors) == 1, outcome.text
 
 
+@pytest.mark.full
 @pytest.mark.faults
 def test_training_goes_on_when_the_cable_is_back(start, hosts, tmp_path):
     job = start(SLOW, changes={"hang_seconds": "120"})
@@ -153,6 +156,7 @@ def test_training_goes_on_when_the_cable_is_back(start, hosts, tmp_path):
     job.finish()
 
 
+@pytest.mark.full
 def test_hosts_that_can_not_connect_say_which_variables_name_the_interface(start):
     outcome = start(environment={"GLOO_SOCKET_IFNAME": "lo"}).wait()
     assert outcome.codes == [2, 2] and outcome.orphans == [], outcome.text
@@ -198,6 +202,7 @@ def test_other_images_on_a_host_are_refused_at_the_start(start, mount, images, t
     assert outcome.codes == [2, 2] and "rank 0 on ha finds 20 images, rank 1 on hb 19, other ones" in outcome.text
 
 
+@pytest.mark.full
 @pytest.mark.faults
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_folder_that_a_host_does_not_share_is_refused_at_the_start(resume, start, mount, tmp_path):
@@ -210,6 +215,7 @@ def test_a_run_folder_that_a_host_does_not_share_is_refused_at_the_start(resume,
     assert outcome.codes == [3 if resume else 2] * 2 and says in outcome.text, outcome.text
 
 
+@pytest.mark.full
 def test_a_run_of_two_hosts_goes_on_on_one_with_another_ds_config_and_back(start, images, tmp_path):
     """The losses differ from those of an undisturbed run by the order of sums alone: FP32, so 1e-4 is far beyond it."""
     start(ds="zero2_fp32.json", flags=("--max_steps", "4")).finish()
@@ -233,6 +239,7 @@ def _sent(host) -> int:
     return json.loads(host.run("ip", "-s", "-j", "link", "show", "cable"))[0]["stats64"]["tx"]["bytes"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "each"), [(0, 4), (1, 6), (2, 6), (3, 8)])
 def test_bytes_that_a_host_sends_for_each_weight(stage, each, start, hosts):
     """Of two hosts, in FP32: 4 for gradients, 2 for new weights, which the teacher's average reads too, at ZeRO 3 2 for
