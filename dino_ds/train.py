@@ -46,7 +46,7 @@ from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog, open_loggers
 from dino_ds.run.run import PeriodicTask, Run, RunState
 from dino_ds.run.run_folder import (
-    OtherImages,
+    ImageComparison,
     RunFolder,
     TeacherFiles,
     check_same_start,
@@ -163,12 +163,12 @@ def _build(
     config, batch = folder.config, folder.recipe.data.global_batch
     epoch_steps = steps_per_epoch(len(source), batch)
     images = describe_images(source, folder.recipe.data.root)
-    other_images = OtherImages(folder.recipe, images, folder.allows_other_images)
+    image_comparison = ImageComparison(folder.recipe, images, folder.allows_other_images)
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where the run begins and ends; a stage's recipe counts from its beginning.
-    begin = choose_beginning(folder, checkpoints, other_images, options, request)
+    begin = choose_beginning(folder, checkpoints, image_comparison, options, request)
     recipe, max_steps = folder.recipe, options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
@@ -192,7 +192,7 @@ def _build(
     if begin.resumed is not None:
         manifest = begin.resumed.manifest
         check_same_teacher(manifest, teacher)
-        notes += [*notes_on_changes(manifest, recipe, config, folder.began_in), *other_images.notes(manifest)]
+        notes += [*notes_on_changes(manifest, recipe, config, folder.began_in), *image_comparison.notes(manifest)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, options.verbose, caller)

@@ -47,7 +47,7 @@ from dino_ds.options.flags import drop_local_rank, parse_flags, read
 
 
 @contextmanager
-def as_it_was() -> Iterator[None]:
+def restored_process() -> Iterator[None]:
     """Make this process train alone, and restore its environment and sys.path afterwards. Raises ConfigError in one of
     several processes that a launcher has started."""
     before, path = dict(os.environ), sys.path[:]
@@ -67,7 +67,7 @@ def as_it_was() -> Iterator[None]:
 
 
 @contextmanager
-def torch_as_it_was() -> Iterator[None]:
+def restored_torch() -> Iterator[None]:
     """Also restore torch's settings and all random generators, and leave a process group that was joined meanwhile.
 
     Inside, gradients, autocast and the default dtype are as in the process of a command.
@@ -84,7 +84,7 @@ def torch_as_it_was() -> Iterator[None]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # a run's peak begins at the memory in use, not the last peak
     with (
-        as_it_was(),
+        restored_process(),
         keep_generators(*(torch.device("cuda", i) for i in range(torch.cuda.device_count() if cuda else 0))),
         torch.inference_mode(False),
         torch.enable_grad(),

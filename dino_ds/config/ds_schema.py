@@ -152,11 +152,13 @@ class Fp16(Section):
 
 class Bf16(Section):
     enabled: Bool = option(..., "train in bf16")
-    check_grad_overflow: Literal[True] = option(None, "skip steps whose gradient is not finite, as always")
+    check_grad_overflow: Literal[True] = option(
+        None, "skip steps whose gradient is not finite: always done, so false is refused"
+    )
 
 
 class Offload(Section):
-    device: Literal["none", "cpu"] = option(..., "where it lies; NVMe is not offered")
+    device: Literal["none", "cpu"] = option(..., "where ZeRO keeps this part; NVMe is not offered")
     pin_memory: Bool = option(None, "page-locked host memory")
 
 
@@ -171,9 +173,13 @@ class Zero(Section):
     offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_SHARDED)
     offload_param: Offload = option(None, "parameters on the host", stages=_3)
     stage3_prefetch_bucket_size: _From0 | _Auto = option(None, "elements fetched ahead", stages=_3)
-    stage3_param_persistence_threshold: _From0 | _Auto = option(None, "smaller ones stay whole", stages=_3)
+    stage3_param_persistence_threshold: _From0 | _Auto = option(
+        None, "parameters of fewer elements stay whole on each rank", stages=_3
+    )
     stage3_max_live_parameters: _From0 = option(None, "elements gathered at once, at most", stages=_3)
-    stage3_max_reuse_distance: _From0 = option(None, "keep what is used again within so many elements", stages=_3)
+    stage3_max_reuse_distance: _From0 = option(
+        None, "keep parameters gathered that are used again within so many elements", stages=_3
+    )
     zero_hpz_partition_size: _From1 = option(None, "ZeRO++: ranks that share a second copy of the shards", stages=_3)
     zero_quantized_weights: Bool = option(None, "ZeRO++: gather int8 weights (CUDA; not exact)", stages=_3)
     zero_quantized_gradients: Bool = option(None, "ZeRO++: reduce int4 gradients (not exact)", stages=_3)
@@ -188,14 +194,14 @@ class ActivationCheckpointing(Section):
 
 
 class Wandb(Section):
-    enabled: Bool = option(..., "log there")
+    enabled: Bool = option(..., "log metrics to Weights & Biases")
     project: _Text = option(None, "default dino_ds")
     group: _Text = option(None, "group of runs")
     team: _Text = option(None, "the entity; default: your own")
 
 
 class Trackio(Section):
-    enabled: Bool = option(..., "log there: trackio show opens the page")
+    enabled: Bool = option(..., "log metrics to trackio; trackio show opens its page")
     project: _Text = option(None, "default dino_ds")
     space_id: _Text = option(None, "a Hugging Face Space to log to; default: files of this machine")
     server_url: _Text = option(None, "a server of your own to log to")
@@ -204,7 +210,9 @@ class Trackio(Section):
 class DsJson(Section):
     train_batch_size: _From1 | _Auto = option(None, "must equal the recipe's data.global_batch if given")
     train_micro_batch_size_per_gpu: _From1 | _Auto = option(None, "images per rank; auto = from data.global_batch")
-    gradient_accumulation_steps: _From1 | _Auto = option(None, "micro-batches of a step; auto = from the others")
+    gradient_accumulation_steps: _From1 | _Auto = option(
+        None, "micro-batches of a step; auto = global batch / (micro-batch x ranks)"
+    )
     gradient_clipping: _Number0 = option(..., "largest global norm of the gradient; 0 = no clipping")
     prescale_gradients: Bool = option(None, "divide gradients before the all-reduce")
     gradient_predivide_factor: _Above0 = option(None, "divisor before the all-reduce, with prescale_gradients")

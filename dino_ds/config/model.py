@@ -218,7 +218,7 @@ class TeacherSection(Section):
         learned=False,  # but the digest of its weights must stay the same
     )
     distill: Literal["heads", "features"] | None = option(
-        None, "targets of distillation: outputs of the heads of teacher.source (also with none), or its features"
+        None, "targets that teacher.source gives: outputs of its heads, which none means too, or its features"
     )
     momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start of training")
     momentum_end: Fraction01 = option(1.0, "EMA momentum at the end of training; a cosine leads there")

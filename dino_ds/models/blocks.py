@@ -59,7 +59,7 @@ class Block(nn.Module):
 
     @property
     def gamma1(self) -> Tensor | None:
-        """The scale of the attention's branch; read only where no other rank has a part of it."""
+        """LayerScale's factors of the attention's branch, or None; not read under ZeRO 3, which partitions them."""
         return self.ls1.gamma if isinstance(self.ls1, LayerScale) else None
 
     def _forward_kept(
@@ -86,8 +86,8 @@ def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None
 
 
 def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The rows of x, and x for the residual path; inverse: as in `Kept`. torch.compile adds the two gradients in one
-    pass by itself."""
+    """Return the given rows of x, and x itself for the residual path; inverse: as in `Kept`. torch.compile adds the two
+    gradients in one pass by itself."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x.index_select(0, rows), x
     gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
@@ -230,8 +230,8 @@ class BlockNorm(nn.LayerNorm):
 
     def of_sum(self, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
         """x plus the branch, times gamma if given, and its norm in the branch's dtype."""
-        found: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, self.weight, self.bias, self.eps)
-        return found
+        summed: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, self.weight, self.bias, self.eps)
+        return summed
 
 
 @fused(kernels=1, x=2)

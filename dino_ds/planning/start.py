@@ -78,7 +78,7 @@ def choose_ds_config(
     memory = predict(recipe, start.config, machine)
     return ChosenDsConfig(
         config=start.config,
-        said="" if start.is_named else str(start),
+        reason="" if start.is_named else str(start),
         memory=_memory_line(memory),
         trained=_trained_part(recipe),
         predicted_gib=memory.gib if memory else None,

@@ -62,7 +62,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
         f"batch    global batch {batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks "
         f"{given_batch[2]}; {run.options.epoch_steps} steps an epoch",
         f"engine   ZeRO {config.stage}, {config.precision}, {device}",
-        *([f"chosen   {chosen.said}"] if chosen.said else []),
+        *([f"chosen   {chosen.reason}"] if chosen.reason else []),
     ]
     run.log.info(
         *shown,

@@ -19,7 +19,7 @@ from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.method.specs.own import heads_of, terms_of
 from dino_ds.run.run import LoopOptions
-from dino_ds.run.run_folder import OtherImages, RunFolder
+from dino_ds.run.run_folder import ImageComparison, RunFolder
 from dino_ds.run.saver import Saver
 from dino_ds.run.train_options import TrainOptions
 from dino_ds.weights.layouts import Weights
@@ -146,7 +146,7 @@ class Beginning:
 def choose_beginning(
     folder: RunFolder,
     checkpoints: Checkpoints,
-    images: OtherImages,
+    images: ImageComparison,
     options: TrainOptions,
     request: Request,
 ) -> Beginning:
@@ -177,7 +177,7 @@ def choose_beginning(
     return _of_stage(folder, images, *split_origin(options.from_), request)
 
 
-def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, request: Request) -> Beginning:
+def _of_stage(folder: RunFolder, images: ImageComparison, run: Path, step: int | None, request: Request) -> Beginning:
     recipe = folder.recipe
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 

@@ -56,13 +56,13 @@ class TrainOptions:
 class ChosenDsConfig:
     """The ds config of a start, with its predicted memory.
 
-    said: how the config was chosen, "" if the user named it; memory: the log's event about the prediction; trained: the
-    part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not estimated;
-    check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
+    reason: how the config was chosen, "" if the user named it; memory: the log's event about the prediction; trained:
+    the part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not
+    estimated; check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
     """
 
     config: DsConfig
-    said: str
+    reason: str
     memory: Event
     trained: str
     predicted_gib: float | None

@@ -61,7 +61,7 @@ def test_the_default_recipe_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     options, files = read(TRAIN, parse_flags(TRAIN, words))
     recipe = files.pop("recipe")
     chosen = choose_ds_config(recipe, options, **files)
-    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", chosen.said)
+    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", chosen.reason)
     planned = planned_start(recipe, {}, RTX3090)
     again = fit(recipe, planned.ds, planned.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == chosen.config

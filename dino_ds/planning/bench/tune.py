@@ -168,8 +168,8 @@ class Search:
             yield f"{few.crops.num_local} local crops", few, self._path, {}
 
     def _find_workers(self, best: Setting) -> Setting:
-        """Measure `best` on real images, from no loader process to one a core; return it, of those that are as fast as
-        the fastest, with the fewest that leave hardly a wait, or else with the fewest."""
+        """Measure `best` on real images, from no loader process to one a core. Of the settings that are as fast as the
+        fastest, return the one with the fewest processes that waits less than ENOUGH_WAIT, or else with the fewest."""
         cores = max(1, len(usable_cores()) // self._trials.ranks)
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
         recipes = {n: change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
