@@ -23,13 +23,10 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.bench.trials import Measurement, Trials
-from dino_ds.planning.bench.tune import ENOUGH_WAIT, Search
-from dino_ds.planning.fit import FILLED, check_new, write_ds
-from dino_ds.planning.host import find_machine
+from dino_ds.planning.bench.tune import ENOUGH_WAIT, Measurement, Search, Trials
+from dino_ds.planning.fit import FILLED, check_new, find_machine, write_ds
 from dino_ds.planning.measure import describe_host, host_line
-from dino_ds.report.charts import Chart, Curve, Line
-from dino_ds.report.html import build_document, draw_chart, render
+from dino_ds.report.html import Chart, Curve, Line, build_document, draw_chart, render
 
 _BUSY = 0.15
 """Cores that other programs may keep busy; with more, the verdict says that the measurement is not to be trusted."""

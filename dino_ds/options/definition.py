@@ -63,7 +63,7 @@ class Command:
     """A command: its options, its function, and the files that the function wants.
 
     Args:
-        options: the class whose instance the function of `dino_ds.cli.commands` gets, besides `recipe`, `ds` and
+        options: the class whose instance the function of `dino_ds.cli.main` gets, besides `recipe`, `ds` and
             `ds_path` if it takes them.
         group: heading of help.
         recipe: default of --config, None for the schema's defaults.

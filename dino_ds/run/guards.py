@@ -13,10 +13,9 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.engine.process import free_memory
 from dino_ds.errors import OutOfMemory, UserError, is_out_of_memory, unwritable
-from dino_ds.health.beat import Beat
+from dino_ds.health.beat import Beat, Heartbeats
 from dino_ds.health.monitor import Failures, Watchdog
 from dino_ds.health.processes import RunLock
-from dino_ds.health.records import Heartbeats
 from dino_ds.run.stop import Caller, StopRequests
 
 _PARTS = {

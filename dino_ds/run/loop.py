@@ -14,8 +14,7 @@ from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import MicroStep
 from dino_ds.run.reports import BadSteps, Reports, constant_images, part_shares
-from dino_ds.run.run import PeriodicTask, Run, StepContext
-from dino_ds.run.saver import SaveClock, Saver
+from dino_ds.run.run import PeriodicTask, Run, SaveClock, Saver, StepContext
 from dino_ds.run.stop import StopRequests
 
 

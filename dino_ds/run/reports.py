@@ -22,8 +22,7 @@ from dino_ds.errors import DataError, NumericError
 from dino_ds.health.beat import Event, append_line
 from dino_ds.method.step import MicroStep
 from dino_ds.run.metrics import Clock, Meter
-from dino_ds.run.run import Run
-from dino_ds.run.saver import Saver
+from dino_ds.run.run import Run, Saver
 
 NEAR = 0.02
 """Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""

@@ -19,7 +19,7 @@ import pytest
 import dino_ds.cli.main as cli
 from dino_ds import __version__
 from dino_ds.basics.names import words_elsewhere
-from dino_ds.cli.commands import _surely_lacks_fp16, function_of
+from dino_ds.cli.main import _surely_lacks_fp16, function_of
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
 from dino_ds.engine.process import fp16_supported
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     stub.train = lambda options, **files: found.append((options, files))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dino_ds.train", stub)
     monkeypatch.setattr(cli, "check_torchvision", lambda: None)
-    monkeypatch.setattr("dino_ds.cli.commands.check_may_begin", lambda *_: None)  # the folders here hold no runs
+    monkeypatch.setattr("dino_ds.cli.main.check_may_begin", lambda *_: None)  # the folders here hold no runs
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found
