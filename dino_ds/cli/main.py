@@ -130,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             command, request = parse(words)
             options, files = prepare(command, request)
             if command is TRAIN and options.print is not None:
-                _print_recipe(options.print, request)
+                write_recipe(options.print, request.config, request.recipe)
+                config = shlex.quote(options.print)
+                print(f"{options.print} has the recipe: edit it, then dino-ds train --config {config}")
             else:
                 run_dir = Path(options.run_dir) if command is TRAIN else None
                 _dispatch(command, options, files)
@@ -206,11 +208,6 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     if command is TRAIN and options.print is None:
         check_start(files["recipe"], options, files)
     return options, files
-
-
-def _print_recipe(path: str, request: Request) -> None:
-    write_recipe(path, request.config, request.recipe)
-    print(f"{path} has the recipe: edit it, then dino-ds train --config {shlex.quote(path)}")
 
 
 def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:

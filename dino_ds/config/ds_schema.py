@@ -27,14 +27,10 @@ a quarter of its kernel launches; for larger teachers memory is worth more."""
 LOGGERS = ("wandb", "trackio")
 """The sections of metric loggers. They are not passed to DeepSpeed, which would synchronize the device in each step."""
 Bool = Annotated[bool, Strict()]
-
-
-def _way_to_compile(value: object) -> object:
-    """The mode that true or false means."""
-    return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
-
-
-_Compile = Annotated[Literal["off", "default", "max-autotune", "reduce-overhead"], BeforeValidator(_way_to_compile)]
+_Compile = Annotated[
+    Literal["off", "default", "max-autotune", "reduce-overhead"],
+    BeforeValidator(lambda value: ("off", "default")[value] if isinstance(value, bool) else value),
+]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -77,10 +73,6 @@ class DsConfig:
     checkpoint_blocks: int | str
     performance: PerformanceOptions
     notes: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def for_deepspeed(self) -> dict[str, Any]:
-        return {key: value for key, value in self.raw.items() if key not in LOGGERS}
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
         """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a

@@ -91,13 +91,6 @@ def append_line(path: Path, text: str) -> None:
         append_whole(file.fileno(), f"{text}\n".encode())
 
 
-def log_event(run_dir: Path, event: Event) -> None:
-    """Append an event to log.txt and events.jsonl of a run that has a log."""
-    if (run_dir / "log.txt").exists():
-        append_line(run_dir / "log.txt", stamped(event))
-        append_line(run_dir / "events.jsonl", event.record)
-
-
 def now() -> str:
     """The time, such as "2026-11-21T16:47:54Z": UTC, so that all machines agree and lines can be sorted."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -306,7 +299,9 @@ class Heartbeats:
         if first:
             word = "stopped" if failure.kind == "stopped" else "error"
             event = Event(f"{word:<9}{failure.message}", "hang" if failure.kind == "hang" else word, step=failure.step)
-            log_event(self._run_dir, event)
+            if (self._run_dir / "log.txt").exists():
+                append_line(self._run_dir / "log.txt", stamped(event))
+                append_line(self._run_dir / "events.jsonl", event.record)
         return first
 
     def first_failure(self) -> Failure | None:

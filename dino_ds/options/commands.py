@@ -221,11 +221,10 @@ def help_text(words: list[str]) -> str:
 
 def _overview() -> str:
     first = [(line, "", about) for line, about in FIRST_DAY.items()]
-    groups = [
-        line
-        for group in GROUPS
-        for line in (group, *_rows([(command.name, "", command.summary) for command in _commands_of(group)]), "")
-    ]
+    groups = list[str]()
+    for group in GROUPS:  # a command with the heading's name comes first
+        commands = sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
+        groups += [group, *_rows([(command.name, "", command.summary) for command in commands]), ""]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
     usage = [
         "usage: dino-ds COMMAND [--option value ...]",
@@ -238,11 +237,6 @@ def _overview() -> str:
         "",
     ]
     return "\n".join([*usage, "exit codes", *_rows(codes), ""])
-
-
-def _commands_of(group: str) -> list[Command]:
-    """Return the commands under a heading, sorted by name; a command with the heading's name comes first."""
-    return sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
 
 
 def _short_page(command: Command) -> str:

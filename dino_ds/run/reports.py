@@ -364,7 +364,7 @@ class Reports:
             "weight_decay": schedule.weight_decay,
             "teacher_momentum": schedule.teacher_momentum,
             **{f"{name}_momentum": momentum for name, momentum in schedule.momenta.items()},
-            **{f"{name}_weight": schedule.weights[name] for name in run.step.schedules.moving_weights},
+            **{f"{name}_weight": schedule.weights[name] for name, w in run.step.schedules.weights.items() if w.moves},
             "teacher_temp": schedule.teacher_temp,
             "grad_norm": run.step.engine.grad_norm,
             "loss_scale": run.step.engine.loss_scale,

@@ -43,7 +43,8 @@ class StopRequests:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, _nothing) for number in signals_to_handle()}
+        # Python's part of a handler does nothing: the thread does the work.
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in signals_to_handle()}
         self._thread = threading.Thread(target=self._listen, name="dino_ds signals", daemon=True)
         self._thread.start()
         return self
@@ -122,10 +123,6 @@ def _let_go_of_a_closed_terminal() -> None:
 
 
 _numbers = iter(range(sys.maxsize))
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    """Do nothing in Python's part of a handler: the thread does the work."""
 
 
 def _leave(code: int) -> None:
