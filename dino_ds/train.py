@@ -22,9 +22,10 @@ from contextlib import closing
 from typing import Any
 
 from dino_ds.checkpoint.folder import Checkpoints
+from dino_ds.config.ds_schema import ChosenDsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request
+from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.images import Source
 from dino_ds.data.loader import steps_per_epoch
@@ -54,7 +55,6 @@ from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog, open_loggers
 from dino_ds.run.run import PeriodicTask, Run, RunState, Saver
 from dino_ds.run.stop import Caller
-from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 from dino_ds.weights.frozen import stated_images
 
 

@@ -30,7 +30,7 @@ from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request, check_may_begin, check_model_path, holds_run
+from dino_ds.config.stages import Request, TrainOptions, check_may_begin, check_model_path, holds_run
 from dino_ds.health.processes import RunLock, starters
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, code_of
@@ -38,7 +38,6 @@ from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command, help_text
 from dino_ds.options.definition import Command, Result
 from dino_ds.options.flags import drop_local_rank, parse_flags, read
-from dino_ds.run.train_options import TrainOptions
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -87,6 +87,23 @@ class DsConfig:
         if self.stage != 1 or world_size > 1 or zero.get("overlap_comm") or offloads_optimizer(zero):
             return self.stage > 0
         return self.raw.get("data_types", {}).get("grad_accum_dtype", self.precision) not in (self.precision, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenDsConfig:
+    """The ds config of a start, with its predicted memory.
+
+    reason: how the config was chosen, "" if the user named it; memory: the log's line about the prediction; trained:
+    the part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not
+    estimated; check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
+    """
+
+    config: DsConfig
+    reason: str
+    memory: str
+    trained: str
+    predicted_gib: float | None
+    check_fits: Callable[[], None]
 
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:

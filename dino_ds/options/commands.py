@@ -15,10 +15,10 @@ from dino_ds.config.ds_schema import KEYS, PASSED
 from dino_ds.config.fields import IMAGE_FORMS, AllowedCode, Amount, Count, Gib, Listed, Positive, option
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.schema import Option
+from dino_ds.config.stages import TrainOptions
 from dino_ds.errors import EXIT_CODES
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, declare_command, meaning, options
-from dino_ds.run.train_options import TrainOptions
 
 declare_command(
     TrainOptions,

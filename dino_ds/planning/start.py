@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.config.ds_schema import DsConfig
+from dino_ds.config.ds_schema import ChosenDsConfig, DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request
+from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters, share, student_facts
 from dino_ds.engine import distributed
@@ -22,7 +22,6 @@ from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.health.beat import Event
 from dino_ds.models.specs.backbones import ALL, describe_trained
 from dino_ds.planning import fit
-from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -18,11 +18,12 @@ from dino_ds.basics.names import unquoted
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.crops import EMA
+from dino_ds.config.ds_schema import ChosenDsConfig
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Origin, Request, read_run_id, split_origin
+from dino_ds.config.stages import Origin, Request, TrainOptions, read_run_id, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.images import Joined, Source
 from dino_ds.engine import distributed
@@ -31,7 +32,6 @@ from dino_ds.health.beat import Event
 from dino_ds.method.specs.own import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.run.run import LoopOptions, Run, Saver
 from dino_ds.run.run_folder import ImageComparison, RunFolder
-from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
 from dino_ds.weights.layouts import Weights
 from dino_ds.weights.read import teacher_weights
 from dino_ds.weights.sidecar import recipe_of
