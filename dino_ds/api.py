@@ -205,7 +205,7 @@ def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, 
     with _one_at_a_time(), restored_process():
         options, files = prepare(TRAIN, parse_keywords(TRAIN, keywords))
         check_software(TRAIN, options)
-        from dino_ds.run.stop import Caller
+        from dino_ds.run.guards import Caller
         from dino_ds.train import train as train_in_process
 
         caller, stopped = Caller(callbacks), ""

@@ -50,11 +50,10 @@ from dino_ds.run.beginning import (
     loop_options,
     unused_classes,
 )
-from dino_ds.run.guards import FolderLock, guarded
+from dino_ds.run.guards import Caller, FolderLock, guarded
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog, open_loggers
 from dino_ds.run.run import PeriodicTask, Run, RunState, Saver
-from dino_ds.run.stop import Caller
 from dino_ds.weights.frozen import stated_images
 
 

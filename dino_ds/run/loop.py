@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from dino_ds.health.beat import Beat
 from dino_ds.method.step import MicroStep
 from dino_ds.run.reports import BadSteps, Reports, constant_images, part_shares
 from dino_ds.run.run import PeriodicTask, Run, SaveClock, Saver, StepContext
-from dino_ds.run.stop import StopRequests
+
+if TYPE_CHECKING:
+    from dino_ds.run.guards import StopRequests
 
 
 class Loop:
