@@ -24,14 +24,7 @@ from torch.utils.data import DataLoader
 from dino_ds.basics.formatting import short
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATION_OF, VAL_LOSS
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import (
-    LoaderBatch,
-    LoaderOptions,
-    MultiCropDataset,
-    as_it_is,
-    started,
-    worker_options,
-)
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, as_it_is, started, worker_options
 from dino_ds.data.image_set import digest_of
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.data.loader import to_device

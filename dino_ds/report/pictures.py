@@ -213,29 +213,29 @@ class PeriodicPictures(PeriodicTask):
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
 
-    def run(self, context: StepContext) -> bool:
+    def run(self, moment: StepContext) -> bool:
         """Draw on rank 0, which has the whole teacher; the others wait."""
         if distributed.rank() == 0:
             try:
-                self._draw(context)
+                self._draw(moment)
             except Exception as error:  # a full disk, too little memory, a library: training must go on
                 reason = error or type(error).__name__
-                context.log.info(f"warning  no pictures of step {context.step}: {reason}; training continues")
+                moment.log.info(f"warning  no pictures of step {moment.step}: {reason}; training continues")
         distributed.barrier()
         return True
 
-    def _draw(self, context: StepContext) -> None:
+    def _draw(self, moment: StepContext) -> None:
         """Write PNG files, and the same pictures to TensorBoard."""
-        pictures = context.run_dir / "pictures"
-        folder = pictures / step_name(context.step)
-        teacher = live_teacher(context.teacher, self._image_size, self._normalization)
-        with keep_generators(context.device), teacher as model:
+        pictures = moment.run_dir / "pictures"
+        folder = pictures / step_name(moment.step)
+        teacher = live_teacher(moment.teacher, self._image_size, self._normalization)
+        with keep_generators(moment.device), teacher as model:
             drawn = draw_pictures(
-                model, self._source, self._range, shown_kinds(model), context.device, context.stop_requested
+                model, self._source, self._range, shown_kinds(model), moment.device, moment.stop_requested
             )
             for name, figure in drawn:
                 pixels = draw.figure_pixels(figure)
-                context.log.picture(name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), context.step)
+                moment.log.picture(name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), moment.step)
                 pictures.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", draw.png_of(pixels))
