@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dino_ds.basics.files import read_lines, read_object
 from dino_ds.basics.names import did_you_mean
-from dino_ds.cli.main import as_it_was, call, check_software, prepare, torch_as_it_was
+from dino_ds.cli.main import call, check_software, prepare, restored_process, restored_torch
 from dino_ds.commands.embed import Embeddings
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dino_ds.commands.find import Found
     from dino_ds.commands.model import Model
 
-Place = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 _TRAINING = threading.Lock()
 
 
@@ -47,7 +47,7 @@ class Run:
 
     path: Path
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: AnyPath) -> None:
         folder = Path(os.path.expanduser(path))
         if not folder.is_dir():
             beside = [child.name for child in folder.parent.glob("*") if child.is_dir()]
@@ -80,10 +80,10 @@ class Run:
 
 
 def train(
-    config: Place | None = None,
+    config: AnyPath | None = None,
     *,
-    ds_config: Place | None = None,
-    run_dir: Place | None = None,
+    ds_config: AnyPath | None = None,
+    run_dir: AnyPath | None = None,
     max_steps: int | None = None,
     resume: bool | int | Literal["auto"] = False,
     callbacks: Sequence[Callable[[int, dict[str, Any]], object]] = (),
@@ -106,7 +106,7 @@ def train(
 
 
 def embed(
-    model: Place, root: Place | Sequence[Place] | None = None, out: Place | None = None, **options: Any
+    model: AnyPath, root: AnyPath | Sequence[AnyPath] | None = None, out: AnyPath | None = None, **options: Any
 ) -> Embeddings | Path:
     """`dino-ds embed`: return a vector for every image, or write them to the file `out` with constant memory and return
     its path. root: images as for data.root, or a list of image files, for rows in the same order. Raises UserError;
@@ -126,13 +126,13 @@ def embed(
         return Embeddings(np.load(file), list(names), np.array(labels, int), classes)
 
 
-def find(features: Place, images: Sequence[Place], top: int = 20, **options: Any) -> list[Found]:
+def find(features: AnyPath, images: Sequence[AnyPath], top: int = 20, **options: Any) -> list[Found]:
     """`dino-ds find`: the nearest images of each of `images`, files or rows of `features`. Raises UserError."""
     neighbors: list[Found] = _run("find", options, features=features, images=[*map(str, images)], top=top)
     return neighbors
 
 
-def curate(features: Place, *, out: Place | None = None, **options: Any) -> Curated:
+def curate(features: AnyPath, *, out: AnyPath | None = None, **options: Any) -> Curated:
     """`dino-ds curate`: near-duplicates (`duplicates="auto"`), clusters (`clusters=[1000, 100]`) and lists
     (`draw=50000`) of the images of `features`, in memory and in the folder `out`. Raises UserError."""
     curated: Curated = _run("curate", options, features=features, out=out)
@@ -140,10 +140,10 @@ def curate(features: Place, *, out: Place | None = None, **options: Any) -> Cura
 
 
 def evaluate(
-    model: Place,
+    model: AnyPath,
     evals: Sequence[str] = ("knn",),
-    root: Place | None = None,
-    test_root: Place | None = None,
+    root: AnyPath | None = None,
+    test_root: AnyPath | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """`dino-ds eval`: return what it prints with --json. "metrics" has the numbers by name; "results" has those of each
@@ -152,19 +152,19 @@ def evaluate(
     return results
 
 
-def report(run: Place, *, out: Place | None = None) -> Path:
+def report(run: AnyPath, *, out: AnyPath | None = None) -> Path:
     """`dino-ds report`: write the HTML page of a run, and return its path. Raises ConfigError."""
     page: Path = _run("report", {}, run=run, out=out)
     return page
 
 
 def plan(
-    config: Place | None = None,
+    config: AnyPath | None = None,
     *,
     gpu: str | None = None,
     gpus: int = 1,
     nodes: int = 1,
-    ds_config: Place | None = None,
+    ds_config: AnyPath | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """`dino-ds plan`: return what it prints with --json. Raises ConfigError."""
@@ -192,7 +192,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
     """Run a command in this process and return its result; in `named`, None stands for an option that is not set."""
     command = COMMANDS[name]
-    with torch_as_it_was() if command.loads_torch else nullcontext():
+    with restored_torch() if command.loads_torch else nullcontext():
         result = call(command, *prepare(command, parse_keywords(command, {**named, **options})))
     if result is None:
         return None
@@ -202,14 +202,14 @@ def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
 
 
 def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
-    with _one_at_a_time(), as_it_was():
+    with _one_at_a_time(), restored_process():
         options, files = prepare(TRAIN, parse_keywords(TRAIN, keywords))
         check_software(TRAIN, options)
-        from dino_ds.run.stop import Caller
+        from dino_ds.run.guards import Caller
         from dino_ds.train import train as train_in_process
 
         caller, stopped = Caller(callbacks), ""
-        with torch_as_it_was():
+        with restored_torch():
             try:
                 train_in_process(options, **files, caller=caller)
             except SystemExit as stop:
@@ -222,7 +222,7 @@ def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, 
         return Path(os.path.abspath(options.run_dir))  # the program may change its working folder later
 
 
-def _listed(files: Sequence[Place], folder: Path) -> Path:
+def _listed(files: Sequence[AnyPath], folder: Path) -> Path:
     """Write the paths to a text file in `folder`, as data.root takes it, and return it. Raises ConfigError."""
     odd = next((file for file in files if not isinstance(file, str | os.PathLike)), None)
     paths = [] if odd is not None else [os.path.abspath(os.path.expanduser(file)) for file in files]

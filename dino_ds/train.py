@@ -22,9 +22,10 @@ from contextlib import closing
 from typing import Any
 
 from dino_ds.checkpoint.folder import Checkpoints
+from dino_ds.config.ds_schema import ChosenDsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request
+from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.images import Source
 from dino_ds.data.loader import steps_per_epoch
@@ -39,26 +40,20 @@ from dino_ds.method.frozen import check_same_teacher, describe_distillation, dis
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.announcement import announce, closing_lines, unused_classes
-from dino_ds.run.beginning import Beginning, check_lengths, choose_beginning, loop_options
-from dino_ds.run.guards import FolderLock, guarded
+from dino_ds.run import run_folder
+from dino_ds.run.beginning import (
+    Beginning,
+    announce,
+    check_lengths,
+    choose_beginning,
+    closing_lines,
+    loop_options,
+    unused_classes,
+)
+from dino_ds.run.guards import Caller, FolderLock, guarded
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog, open_loggers
-from dino_ds.run.run import PeriodicTask, Run, RunState
-from dino_ds.run.run_folder import (
-    OtherImages,
-    RunFolder,
-    TeacherFiles,
-    check_same_start,
-    describe_images,
-    describe_settings,
-    earlier_recipe,
-    notes_on_changes,
-    write_description,
-)
-from dino_ds.run.saver import Saver
-from dino_ds.run.stop import Caller
-from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
+from dino_ds.run.run import PeriodicTask, Run, RunState, Saver
 from dino_ds.weights.frozen import stated_images
 
 
@@ -90,12 +85,12 @@ def train(
         init_distributed()
         with FolderLock(path, guards).held() as lock:
             with lock.starting():
-                check_same_start(path, recipe, ds)
+                run_folder.check_same_start(path, recipe, ds)
                 with distributed.raise_on_all_ranks():
                     source = training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
                 stated = functools.partial(stated_images, recipe)
-                earlier = functools.partial(earlier_recipe, path, options.resume)
+                earlier = functools.partial(run_folder.earlier_recipe, path, options.resume)
                 recipe, settings = with_image_settings(recipe, source, earlier, stated)
                 chosen = choose_ds_config(recipe, options, ds, ds_path, request)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
@@ -129,7 +124,7 @@ def _build_periodic_tasks(
 
 def _open_folder(
     recipe: Recipe, source: Source, chosen: ChosenDsConfig, options: TrainOptions, request: Request
-) -> tuple[RunFolder, list[str]]:
+) -> tuple[run_folder.RunFolder, list[str]]:
     """Open the run folder; returns it, and notes for the log.
 
     Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
@@ -138,7 +133,7 @@ def _open_folder(
     with distributed.raise_on_all_ranks():
         cache_gib, notes = fitting_cache(data.cache_gib, source)
         recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
-        folder = RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
+        folder = run_folder.RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
         folder.config_name = request.config or folder.config_name
         if not options.allow_oversize:
             chosen.check_fits()
@@ -148,7 +143,7 @@ def _open_folder(
 
 
 def _build(
-    folder: RunFolder,
+    folder: run_folder.RunFolder,
     source: Source,
     options: TrainOptions,
     request: Request,
@@ -162,13 +157,13 @@ def _build(
     """
     config, batch = folder.config, folder.recipe.data.global_batch
     epoch_steps = steps_per_epoch(len(source), batch)
-    images = describe_images(source, folder.recipe.data.root)
-    other_images = OtherImages(folder.recipe, images, folder.allows_other_images)
+    images = run_folder.describe_images(source, folder.recipe.data.root)
+    image_comparison = run_folder.ImageComparison(folder.recipe, images, folder.allows_other_images)
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where the run begins and ends; a stage's recipe counts from its beginning.
-    begin = choose_beginning(folder, checkpoints, other_images, options, request)
+    begin = choose_beginning(folder, checkpoints, image_comparison, options, request)
     recipe, max_steps = folder.recipe, options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
@@ -186,13 +181,16 @@ def _build(
     # What is saved, and what is loaded.
     teacher = distilled(step.teachers)
     about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
-    description = describe_settings(recipe, config) | about
-    files = TeacherFiles(folder.path, recipe, teacher)
+    description = run_folder.describe_settings(recipe, config) | about
+    files = run_folder.TeacherFiles(folder.path, recipe, teacher)
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
     if begin.resumed is not None:
         manifest = begin.resumed.manifest
         check_same_teacher(manifest, teacher)
-        notes += [*notes_on_changes(manifest, recipe, config, folder.began_in), *other_images.notes(manifest)]
+        notes += [
+            *run_folder.notes_on_changes(manifest, recipe, config, folder.began_in),
+            *image_comparison.notes(manifest),
+        ]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, options.verbose, caller)
@@ -214,7 +212,7 @@ def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> lis
 
 
 def _open_log(
-    folder: RunFolder, saver: Saver, last_step: int, verbose: bool, caller: Caller | None
+    folder: run_folder.RunFolder, saver: Saver, last_step: int, verbose: bool, caller: Caller | None
 ) -> tuple[RunLog, list[str]]:
     """Make the folder this run's own, tidy it and open its log; from here on only the disk can refuse the start."""
     step = saver.step.applied_steps
@@ -222,7 +220,7 @@ def _open_log(
         saver.check_space()
     with distributed.raise_on_all_ranks():
         loggers, lost = open_loggers(folder.config.raw, folder.path, str(folder.run_id))
-    write_description(folder)
+    run_folder.write_description(folder)
     notes, tell = [*lost, *saver.tidy()], caller.tell if caller else None
     with distributed.raise_on_all_ranks():
         try:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.basics.formatting import markdown_table, short
-from dino_ds.data.datasets import PhotoPatches
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import IMAGENET
+from dino_ds.data.sources import PhotoPatches
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import Reading, extract_features

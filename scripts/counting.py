@@ -15,8 +15,7 @@ from dino_ds.basics.ranges import is_made_once
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.recorder import Recorder
-from dino_ds.costs.rehearse import rehearse
+from dino_ds.costs.rehearse import Recorder, rehearse
 from dino_ds.costs.step_costs import RehearsalSettings, student_facts
 from dino_ds.models.prototypes import Compared, Prototypes
 

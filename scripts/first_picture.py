@@ -13,8 +13,8 @@ import torch
 
 import dino_ds
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.datasets import PhotoPatches
 from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.sources import PhotoPatches
 from scripts.small_data import untrained
 
 PATCHES = 360

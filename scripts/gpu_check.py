@@ -42,7 +42,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import UserError, one_line
 from dino_ds.method.build import build_network, build_objective
 from dino_ds.method.fast_paths import EVERY, FAST_PATHS, Case
-from dino_ds.planning.host import REACHED
+from dino_ds.planning.fit import REACHED
 from dino_ds.planning.measure import build_trial, matmul_tflops, resolve, time_interleaved
 from scripts.gpu_counts import count
 

@@ -26,10 +26,9 @@ from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.datasets import TORCHVISION_SETS
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.data.normalization import Normalization
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import TORCHVISION_SETS, build_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import raw_pixels

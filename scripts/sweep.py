@@ -17,8 +17,7 @@ from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES as KNOWN
-from dino_ds.planning.fit import Shape, ds_of, largest_micro_batch
-from dino_ds.planning.host import GPUS
+from dino_ds.planning.fit import GPUS, Shape, ds_of, largest_micro_batch
 from scripts.results import write_result
 
 BACKBONES = (

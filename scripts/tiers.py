@@ -19,8 +19,7 @@ from dino_ds.costs.memory import GIB
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.planning.fit import FILLED, SHAPES, Fit, Shape, ds_of, fit_with, recommend
-from dino_ds.planning.host import GPUS, Cluster, Gpu
+from dino_ds.planning.fit import FILLED, GPUS, SHAPES, Cluster, Fit, Gpu, Shape, ds_of, fit_with, recommend
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
 README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "notes" / "scaling.md"

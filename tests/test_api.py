@@ -30,7 +30,7 @@ from dino_ds.config.stages import Request
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_keywords
-from dino_ds.run import guards, stop
+from dino_ds.run import guards
 from tests.run.harness import TINY, image_folder, read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -156,7 +156,7 @@ def interruptible():
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch, interruptible):
-    monkeypatch.setattr(stop, "FORWARDED_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "FORWARDED_SECONDS", 0.05)
 
     def press(step, metrics, times=1):
         if step == 1:

@@ -19,7 +19,7 @@ from PIL import Image
 
 import dino_ds
 from dino_ds.cli import main as cli
-from dino_ds.cli.main import as_it_was, torch_as_it_was
+from dino_ds.cli.main import restored_process, restored_torch
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
@@ -282,7 +282,7 @@ def _run(line: str) -> None:
     program = {"finetune_classification": finetune_classification, "finetune_segmentation": finetune_segmentation}
     code: object = 0
     try:
-        with as_it_was(), torch_as_it_was():
+        with restored_process(), restored_torch():
             program[words[0]].main(words[1:]) if words[0] in program else cli.main(words)
     except SystemExit as end:
         code = end.code

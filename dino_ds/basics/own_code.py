@@ -56,7 +56,9 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     """
     check_allowed(key, path)
     module_name, _, name = path.partition(":")
-    if module_name == "__main__" and not _loaders_find_main(key):
+    # The main program may define the object; a source only in a script, which loader processes import.
+    is_script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if module_name == "__main__" and key == "data.source" and not is_script:
         raise ConfigError(
             f"{key} {path}: loader processes can't import what is defined in a notebook or a main program: put it into "
             f"a .py file in {os.getcwd()}, and name that, such as my_module:{name}"
@@ -103,8 +105,3 @@ def restore_default_dtype(before: Any) -> str:
         return ""
     torch.set_default_dtype(before or torch.float32)
     return f"changes torch's default dtype to {now}, and so what is learned: name the dtype where tensors are made"
-
-
-def _loaders_find_main(key: str) -> bool:
-    """Whether the main program may define the object; a source only in a script, which loader processes import."""
-    return key != "data.source" or os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")

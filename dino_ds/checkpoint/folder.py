@@ -1,36 +1,54 @@
 """The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest.
 
-A checkpoint is written under another name (`dino_ds.checkpoint.saving`), and valid once its folder is renamed. It is
-used only if every byte is as its manifest says. It has no random-number state: data, augmentation and stochastic depth
-follow from (seed, epoch, index).
+A checkpoint is written under another name, and valid once its folder is renamed. It is used only if every byte is as
+its manifest says. It has no random-number state: data, augmentation and stochastic depth follow from (seed, epoch,
+index).
+
+Checkpoints are saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank
+reports that it has written by the flags that each step exchanges anyway. All ranks decide on the commit after the same
+step, with two small host gathers.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.basics.files import discard, put_in_place, replace_file, sync
+from dino_ds.basics.formatting import short
 from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.manifest import (
     KEPT,
     MANIFEST,
     STEP_NAME,
     FileRecord,
+    Files,
+    HostCopies,
     Manifest,
+    PendingSave,
     SavedCheckpoint,
+    as_os_error,
+    bytes_of,
     check_content,
     check_present,
     checksum,
+    files_of_this_rank,
     read_manifest,
 )
 from dino_ds.engine import distributed
-from dino_ds.errors import CheckpointError
+from dino_ds.engine.distributed import RankFlags
+from dino_ds.errors import NO_SPACE, CheckpointError, OutOfMemory, StorageError, UserError
+from dino_ds.health.beat import Event
 
 Read = Callable[[Path, Callable[[int], object]], FileRecord]
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
@@ -220,3 +238,251 @@ def _first(problem: str) -> str:
 
 def _list(steps: list[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "none"
+
+
+FAILED_SAVES_IN_A_ROW = 3
+_NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
+_WAIT_SECONDS = 1.0
+# On top of the tensors: manifest, folders, and what a file system keeps for itself.
+_SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """The cost of the last checkpoint, the same on all ranks.
+
+    stall_seconds: how long training stood still, on the slowest rank; seconds: time until the commit; bytes: size on
+    all ranks.
+    """
+
+    stall_seconds: float
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        size = f"{short(self.bytes / 2**30)} GiB in {self.seconds:.1f} s"
+        return f"{size}, training stood still for {self.stall_seconds:.2f} s"
+
+
+class Saving:
+    """Saves checkpoints; every rank calls the same methods after the same steps, and at most one save is being written.
+
+    Args: `flags` has "saved" and "save_failed"; without `background` the tensors themselves are written while training
+    waits, and no copy in host memory is made. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, flags: RankFlags, background: bool, finish: Callable[[Path], None]
+    ) -> None:
+        self._checkpoints, self._flags, self._background = checkpoints, flags, background
+        self._pending: PendingSave | None = None
+        self._last: dict[str, Any] | None = None
+        self._number = self._failures = 0
+        self._background_tasks = _BackgroundTasks(checkpoints, finish)
+        self.copies = HostCopies()
+        self.cost: SaveCost | None = None
+
+    def check_space(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], more: int) -> None:
+        """Raise StorageError, on all ranks, if the disk has no space for one checkpoint and `more` bytes."""
+        total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
+        needed = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
+        with distributed.raise_on_all_ranks():
+            if distributed.rank() == 0 and needed > (free := self._checkpoints.free_bytes()):
+                raise StorageError(
+                    f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
+                    f"{self._checkpoints.folder.parent}: make room, or give another --run_dir"
+                )
+
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        layout: dict[str, Any],
+        whole: Mapping[str, Tensor],
+        manifest: dict[str, Any],
+        wait: bool,
+    ) -> list[str]:
+        """Save this rank's `tensors` and `whole`, which all ranks hold; returns lines for the log.
+
+        `manifest`: fields of Manifest without layouts and files. With `wait` the save is committed on return. Raises
+        StorageError on all ranks if that fails, or if it was the third save in a row that failed.
+        """
+        lines: list[str] = []
+        if self._pending is not None and self._pending.manifest != manifest:
+            lines += self._wait_and_commit(must=False)
+        if self._pending is None and self._last != manifest:
+            lines += self._start(files_of_this_rank(tensors, whole), layout, manifest, wait)
+        if wait or not self._background:
+            lines += self._wait_and_commit(must=wait)
+        if wait:
+            lines += self._background_tasks.wait(must=True)
+        return lines
+
+    def poll(self) -> list[str]:
+        """After an applied step, commit a save that all ranks have written; returns log lines. Raises StorageError."""
+        lines, pending = self._background_tasks.ended(), self._pending
+        if pending is not None:
+            written = self._flags.count("saved") + self._flags.count("save_failed")
+            if written == pending.number * distributed.world_size():
+                lines += self._commit(pending, must=False)
+        return lines
+
+    def finish(self, must: bool = False) -> list[str]:
+        """Wait for the save that is being written, if any; returns lines for the log. All ranks must call this.
+
+        With `must` a failure raises StorageError on all ranks; else it is a line, unless it is the third in a row.
+        """
+        return self._wait_and_commit(must) + self._background_tasks.wait(must)
+
+    def _start(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
+        begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
+        lines: list[str] = []
+        total, problem = self._make_room(step, size)
+        if problem:  # older checkpoints may be about to be removed
+            lines += self._background_tasks.wait()
+            total, problem = self._make_room(step, size)
+            if problem:
+                return lines + self._failed(step, StorageError(problem), must=wait)
+        if self._background and not wait:
+            files = self.copies.take(files)
+        number = self._number = self._number % _NUMBERS + 1
+        self._pending = PendingSave(number, manifest, layout, total, begun)
+        self._pending.start(
+            self._checkpoints.writing_folder(step),
+            files,
+            lambda good: self._flags.set("saved" if good else "save_failed", number),
+        )
+        return lines
+
+    def _make_room(self, step: int, size: int) -> tuple[int, str]:
+        """Make the folder, on rank 0; on all ranks, return the bytes of all files, and why they can't be written."""
+        free, error = 0, ""
+        try:
+            if distributed.rank() == 0:
+                disk = os.statvfs(self._checkpoints.begin(step))
+                free = disk.f_bavail * disk.f_frsize
+        except OSError as problem:
+            error = f"cannot save step {step}: {problem.strerror}: {problem.filename}"
+        answers = distributed.gather_objects((size, free, error))
+        total, (_, free, error) = sum(answer[0] for answer in answers), answers[0]
+        needed = int(total * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
+        return total, error or (self._no_space(step, needed, free) if needed > free else "")
+
+    def _wait_and_commit(self, must: bool) -> list[str]:
+        """Wait until all ranks have written, in slices so that no collective waits for a slow disk; then commit."""
+        pending = self._pending
+        if pending is None:
+            return []
+        begun = time.perf_counter()
+        quiet = distributed.rank() != 0 or not sys.stderr.isatty()
+        with tqdm(
+            desc=f"saving step {pending.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet
+        ) as bar:
+            while not all(distributed.gather_objects(pending.is_written(_WAIT_SECONDS))):
+                bar.update()
+        pending.stalled += time.perf_counter() - begun
+        return self._commit(pending, must)
+
+    def _commit(self, pending: PendingSave, must: bool) -> list[str]:
+        begun = time.perf_counter()
+        self._pending = None
+        self._flags.set("saved", 0)
+        self._flags.set("save_failed", 0)
+        pending.is_written(_WAIT_SECONDS)  # the thread has set its flag, and is about to end
+        mine = self._reason(pending, pending.error) if pending.error else None
+        answers = distributed.gather_objects((pending.records, pending.layout, mine))
+        reason = next((type(why)(f"{why} (rank {rank})") for rank, (*_, why) in enumerate(answers) if why), None)
+        folder = None
+        if not reason and distributed.rank() == 0:
+            files = {name: record for records, *_ in answers for name, record in records.items()}
+            try:
+                manifest = Manifest(**pending.manifest, layouts=[layout for _, layout, _ in answers], files=files)
+                folder = self._checkpoints.commit(manifest)
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
+                reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
+        now = time.perf_counter()
+        stalled = pending.stalled + now - begun
+        outcomes = distributed.gather_objects((reason, stalled, now - pending.begun))
+        if reason := outcomes[0][0]:
+            return self._failed(pending.step, reason, must)
+        self._failures, self._last = 0, pending.manifest
+        if folder is not None:
+            self._background_tasks.start(folder, pending.step)
+        _, stalls, seconds = zip(*outcomes, strict=True)
+        self.cost = SaveCost(max(stalls), max(seconds), pending.bytes)
+        return [Event(f"save     step {pending.step}: {self.cost}", detail=True)]
+
+    def _reason(self, pending: PendingSave, error: OSError) -> UserError:
+        if error.errno in NO_SPACE:
+            disk = os.statvfs(self._checkpoints.folder)
+            return StorageError(self._no_space(pending.step, pending.bytes, disk.f_bavail * disk.f_frsize))
+        return _explained(f"cannot save step {pending.step}", error, self._checkpoints.folder)
+
+    def _no_space(self, step: int, needed: int, free: int) -> str:
+        where = self._checkpoints.folder
+        return f"cannot save step {step}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free in {where}"
+
+    def _failed(self, step: int, reason: UserError, must: bool) -> list[str]:
+        """Remove the files of the failed save; return a line for the log or raise an error, the same on all ranks."""
+        if distributed.rank() == 0:
+            discard(self._checkpoints.writing_folder(step))
+        self._failures += 1
+        if must:
+            raise reason
+        limit = FAILED_SAVES_IN_A_ROW
+        if self._failures >= limit:
+            raise type(reason)(f"{reason}; {limit} saves in a row have failed")
+        line = f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"
+        return [Event(line, "save failed", step=step)]
+
+
+class _BackgroundTasks:
+    """The work of rank 0 after a commit, in a thread: remove older checkpoints, then run `finish`."""
+
+    def __init__(self, checkpoints: Checkpoints, finish: Callable[[Path], None]) -> None:
+        self._checkpoints, self._finish = checkpoints, finish
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def start(self, folder: Path, step: int) -> None:
+        args = (folder, step, self._thread)
+        self._thread = threading.Thread(target=self._do, args=args, name="after save", daemon=True)
+        self._thread.start()
+
+    def _do(self, folder: Path, step: int, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        try:
+            self._checkpoints.rotate(step)
+            self._finish(folder)
+        except Exception as error:
+            self._error = as_os_error(error, folder)
+
+    def ended(self) -> list[str]:
+        """Lines for the log once the work has ended, [] before."""
+        return [f"warning  {error}" for error in self._failure()]
+
+    def _failure(self) -> list[UserError]:
+        if self._thread is None or self._thread.is_alive():
+            return []
+        error, self._thread, self._error = self._error, None, None
+        return [] if error is None else [_explained("after a save", error)]
+
+    def wait(self, must: bool = False) -> list[str]:
+        """Wait for the work to end. With `must`, a failure is raised on all ranks, and all must call this."""
+        if self._thread is not None:
+            self._thread.join()
+        if must:
+            with distributed.raise_on_all_ranks():
+                for error in self._failure():
+                    raise error
+        return self.ended()
+
+
+def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:
+    """The error as one that users can act upon: OutOfMemory, which has its own exit code, or StorageError."""
+    text = f"{task}: {error.strerror}: {error.filename or where}"
+    if error.errno == errno.ENOMEM:
+        return OutOfMemory(
+            f"{text}. Give the job more host memory, or go without a second copy with --save_in_background false"
+        )
+    return StorageError(text)

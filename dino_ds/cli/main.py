@@ -1,6 +1,6 @@
 """`dino-ds`: checks every flag and file first, then fire dispatches.
 
-Help and checks import neither torch nor deepspeed.
+The function of each command is imported when the command is given: help and checks import neither torch nor deepspeed.
 
 Restores what a run changes in a Python program: environment, random generators, torch's settings, process group.
 """
@@ -18,28 +18,22 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dino_ds import __version__
-from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
-from dino_ds.cli.commands import adopt_ranks, check_options, check_start, check_torchvision, function_of
+from dino_ds import __version__, errors
+from dino_ds.basics.machine import check_ranks, speaks_for_its_machine
+from dino_ds.basics.names import as_written, did_you_mean, weights_elsewhere, words_elsewhere
+from dino_ds.basics.own_code import check_allowed
+from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request, check_model_path
-from dino_ds.engine.rank_variables import check_ranks, speaks_for_its_machine
-from dino_ds.errors import (
-    INTERRUPTED,
-    ConfigError,
-    OutOfMemory,
-    UserError,
-    is_out_of_memory,
-    lines_for_people,
-    one_line,
-)
-from dino_ds.health.processes import starters
+from dino_ds.config.stages import Request, TrainOptions, check_may_begin, check_model_path, holds_run
+from dino_ds.health.processes import RunLock, starters
+from dino_ds.method.specs.base import StepImages
+from dino_ds.method.specs.own import check_images_together, code_of
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command, help_text
 from dino_ds.options.definition import Command, Result
@@ -47,14 +41,14 @@ from dino_ds.options.flags import drop_local_rank, parse_flags, read
 
 
 @contextmanager
-def as_it_was() -> Iterator[None]:
+def restored_process() -> Iterator[None]:
     """Make this process train alone, and restore its environment and sys.path afterwards. Raises ConfigError in one of
     several processes that a launcher has started."""
     before, path = dict(os.environ), sys.path[:]
     try:
         adopt_ranks(os.environ)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ConfigError(
+            raise errors.ConfigError(
                 "this process is one of several that a launcher has started: call this in one process, or give the "
                 "launcher the command in place of this program"
             )
@@ -67,7 +61,7 @@ def as_it_was() -> Iterator[None]:
 
 
 @contextmanager
-def torch_as_it_was() -> Iterator[None]:
+def restored_torch() -> Iterator[None]:
     """Also restore torch's settings and all random generators, and leave a process group that was joined meanwhile.
 
     Inside, gradients, autocast and the default dtype are as in the process of a command.
@@ -84,7 +78,7 @@ def torch_as_it_was() -> Iterator[None]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # a run's peak begins at the memory in use, not the last peak
     with (
-        as_it_was(),
+        restored_process(),
         keep_generators(*(torch.device("cuda", i) for i in range(torch.cuda.device_count() if cuda else 0))),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -127,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not words or {"-h", "--help"} & set(words) or words[0] == "help":
             asked = words[1:] if words[:1] == ["help"] else words
             if asked and not asked[0].startswith("-") and not any(name.split()[0] == asked[0] for name in COMMANDS):
-                raise ConfigError(_no_command(asked))
+                raise errors.ConfigError(_no_command(asked))
             print(help_text(asked))
         elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
@@ -135,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             command, request = parse(words)
             options, files = prepare(command, request)
             if command is TRAIN and options.print is not None:
-                _print_recipe(options.print, request)
+                write_recipe(options.print, request.config, request.recipe)
+                config = shlex.quote(options.print)
+                print(f"{options.print} has the recipe: edit it, then dino-ds train --config {config}")
             else:
                 run_dir = Path(options.run_dir) if command is TRAIN else None
                 _dispatch(command, options, files)
@@ -152,25 +148,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         if speaks_for_its_machine(os.environ) and not isinstance(error, KeyboardInterrupt):
             from dino_ds.engine.process import tell_other_machines
 
-            tell_other_machines(one_line(error))
+            tell_other_machines(errors.one_line(error))
         _exit(code)
 
 
 def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
     """Print the line about an error; returns the exit code."""
-    if isinstance(error, UserError):
+    if isinstance(error, errors.UserError):
         _say_error(str(error), error.said_by_me, debug=debug)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         _say_error("interrupted", pause=False)
-        return INTERRUPTED
-    if is_out_of_memory(error):
+        return errors.INTERRUPTED
+    if errors.is_out_of_memory(error):
         _say_error(_memory_text(error), said_by_me=True)
-        return OutOfMemory.exit_code
+        return errors.OutOfMemory.exit_code
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) and error.filename:
-        path = one_line(os.fsdecode(error.filename), 60)
+        path = errors.one_line(os.fsdecode(error.filename), 60)
         _say_error(f"{path}: {(error.strerror or 'denied').lower()}; name another place", True, debug=debug)
-        return ConfigError.exit_code
+        return errors.ConfigError.exit_code
     _say_bug(error, run_dir, debug)
     return 1
 
@@ -194,7 +190,7 @@ def parse(words: list[str]) -> tuple[Command, Request]:
     """The command that `words` begin with, and what they ask of it. Raises ConfigError."""
     named = find_command(words)
     if named is None:
-        raise ConfigError(_no_command(words))
+        raise errors.ConfigError(_no_command(words))
     command, rest = named
     return command, parse_flags(command, rest)
 
@@ -216,11 +212,6 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     if command is TRAIN and options.print is None:
         check_start(files["recipe"], options, files)
     return options, files
-
-
-def _print_recipe(path: str, request: Request) -> None:
-    write_recipe(path, request.config, request.recipe)
-    print(f"{path} has the recipe: edit it, then dino-ds train --config {shlex.quote(path)}")
 
 
 def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
@@ -285,7 +276,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
     first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
     if local_first if said_by_me is None else said_by_me:
-        for line in lines_for_people(message, all_of_them=debug):
+        for line in errors.lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
         time.sleep(_SECONDS_FOR_RANK_0)
@@ -315,3 +306,164 @@ def _exit(code: int) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+Function = Callable[..., Result | None]
+"""Gets the options and files of a command; returns its result, or None where it has printed what it does."""
+
+
+def function_of(command: str) -> Function:
+    """The function of a command. Imports its module alone."""
+    run: Function
+    match command:
+        case "train":
+            from dino_ds.train import train as run
+        case "report":
+            from dino_ds.report.single_run import run
+        case "pictures":
+            from dino_ds.report.pictures import run
+        case "advise":
+            from dino_ds.planning.advise import run
+        case "doctor":
+            from dino_ds.planning.doctor import run
+        case "plan":
+            from dino_ds.planning.command import run
+        case "bench step":
+            from dino_ds.planning.bench.step import run
+        case "bench ladder":
+            from dino_ds.planning.bench.ladder import run
+        case "bench tune":
+            from dino_ds.commands.tune import run
+        case "bench inference":
+            from dino_ds.planning.bench.inference import run
+        case "look-data":
+            from dino_ds.commands.look_data import run
+        case "shard":
+            from dino_ds.commands.shard import run
+        case "eval":
+            from dino_ds.commands.evaluate import run
+        case "embed":
+            from dino_ds.commands.embed import run
+        case "find":
+            from dino_ds.commands.find import run
+        case "curate":
+            from dino_ds.commands.curate import run
+        case "export":
+            from dino_ds.commands.export import run
+        case _:
+            raise AssertionError(f"the command {command} has no function")
+    return run
+
+
+def check_options(command: str, options: Any) -> None:
+    """Raises UserError for wrong options that a command checks before torch is loaded."""
+    match command:
+        case "embed":
+            from dino_ds.commands import embed
+
+            embed.check(options)
+        case "curate":
+            from dino_ds.commands import curate
+
+            curate.check(options)
+        case "find":
+            from dino_ds.commands import embed
+
+            embed.find_features(options.features)
+        case "export":
+            from dino_ds.commands import export
+
+            export.check(options)
+
+
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The same variables as they are named by programs that start ranks without setting ours.
+_RANK_VARIABLES = {
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def adopt_ranks(environment: MutableMapping[str, str]) -> None:
+    """Set the variables of torch's launchers from those of `mpirun` or `srun`; else each process would train alone.
+
+    Raises ConfigError if MASTER_ADDR is missing.
+    """
+    if "RANK" in environment:
+        return
+    for program, names in _RANK_VARIABLES.items():
+        if int(environment.get(names[1], "1")) == 1:
+            continue
+        if "MASTER_ADDR" not in environment:
+            raise errors.ConfigError(
+                f"{program} has started {environment[names[1]]} processes, and MASTER_ADDR is not set: "
+                "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
+            )
+        environment.setdefault("MASTER_PORT", "29500")
+        for ours, launchers in zip(_OURS, names, strict=True):
+            if launchers in environment:
+                environment[ours] = environment[launchers].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
+        return
+
+
+def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any]) -> None:
+    """Check values and paths that would otherwise stop the start half a minute later. Raises UserError."""
+    from dino_ds.data.root import check_photos
+
+    for key, path in code_of(recipe):
+        check_allowed(key, path)
+    check_photos(recipe.data.source, recipe.data.root)
+    recipe.check_learning_rates()
+    check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
+    recipe.check_teacher()
+    ranks, run_dir = int(os.environ.get("WORLD_SIZE", 1)), Path(options.run_dir)
+    check_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
+    for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
+        if name is not None and (answer := weights_elsewhere(name)):
+            raise errors.CheckpointError(f"{key} {name} does not exist; {answer}")
+    # Ranks of other machines check later, with all ranks: if one failed here, the first machine would wait for it.
+    if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
+        _check_images(recipe, run_dir)
+        check_may_begin(run_dir, options.resume)
+    RunLock(run_dir).check_free(int(os.environ.get("RANK", 0)))
+
+
+def _surely_lacks_fp16() -> bool:
+    """Whether this machine has no accelerator's device file and an x86 CPU without instructions for fp16. False where
+    torch is loaded, which is asked later."""
+    devices = ("nvidia*", "kfd", "dri", "accel*", "davinci*")
+    if "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in devices):
+        return False
+    with contextlib.suppress(OSError):
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+        return "sse2" in flags and not flags & {"avx512_fp16", "amx_fp16", "avx_ne_convert"}
+    return False
+
+
+def _check_images(recipe: Recipe, run_dir: Path) -> None:
+    """Raises DataError if images of the user's are missing."""
+    from dino_ds.data.mixture import roots_of
+    from dino_ds.data.root import check_root, check_split
+
+    if recipe.data.source != "folder":
+        return
+    for root in roots_of(recipe.data):
+        check_root(root)
+        if not holds_run(run_dir):  # a run continues with the images it began with
+            check_split(root)
+    for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
+        if other is not None and recipe.eval.every.value:
+            check_root(other, key)
+
+
+def check_torchvision() -> None:
+    """Raises ConfigError if torchvision was built for another torch, which would be a cryptic error when it loads."""
+    try:
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise errors.ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
+    except (RuntimeError, ImportError, OSError) as error:
+        raise errors.ConfigError(
+            f"torch and torchvision do not load together ({' '.join(str(error).split())[:160]}): install builds that "
+            "match, both from the same index"
+        ) from None

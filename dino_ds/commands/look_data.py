@@ -62,7 +62,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     png = _check(options.out)
     source = training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
-    # As of a run that goes on: the mean is measured below, on more images.
+    # The recipe stands for an earlier one whose mean is known: here the mean is measured below, on more images.
     recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
     if recipe.data.known_range == known:
         range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
@@ -79,7 +79,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
         "channels": measured and {"mean": measured.mean, "std": measured.std},
         "sheet": str(png),
     }
-    rows = list(islice(_seen(source, recipe), options.images))
+    rows = list(islice(_sheet_rows(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels")
     sheet = draw_sheet(
@@ -259,7 +259,7 @@ def _range_text(values: dict[str, float]) -> str:
     return low if low == high else f"{low} to {high} (median {middle})"
 
 
-def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
+def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
     """Yield the readable images in the order of a run's first epoch, with their crops in that epoch."""
     data, channels = recipe.data, recipe.model.in_chans
     multicrop = MultiCrop.of(recipe)
@@ -283,7 +283,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         shown = normalization.with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalization.undone(crop[0]), whole) for crop in shown]
         boxes = [crop.box for crop in sampled]
-        yield Seen(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
+        yield SheetRow(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
 
 
 def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
@@ -293,7 +293,7 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SheetRow:
     """One image and its crops as RGB pictures; the first `num_global` are drawn large.
 
     Attributes:
@@ -310,7 +310,7 @@ class Seen:
         return GLOBAL_COLOR if crop < self.num_global else LOCAL_COLOR
 
 
-def draw_sheet(rows: Sequence[Seen], title: str) -> Figure:
+def draw_sheet(rows: Sequence[SheetRow], title: str) -> Figure:
     """Draw one row per image, all crops of a kind in one size."""
     large = rows[0].num_global
     small = (len(rows[0].crops) - large + 1) // 2
@@ -336,7 +336,7 @@ def draw_sheet(rows: Sequence[Seen], title: str) -> Figure:
     return figure
 
 
-def _draw_original(axes: Axes, row: Seen) -> None:
+def _draw_original(axes: Axes, row: SheetRow) -> None:
     _show(axes, row.original)
     size = f"  {row.original.width} x {row.original.height}"
     name = row.name if len(row.name) <= _NAME else f"…{row.name[-_NAME:]}"  # the end of a path tells more
@@ -350,7 +350,7 @@ def _draw_original(axes: Axes, row: Seen) -> None:
         _tag(axes, left, top, crop, row)
 
 
-def _tag(axes: Axes, left: float, top: float, crop: int, row: Seen) -> None:
+def _tag(axes: Axes, left: float, top: float, crop: int, row: SheetRow) -> None:
     style = {"facecolor": row.color(crop), "linewidth": 0, "pad": 1.5}
     axes.text(left - 0.5, top - 0.5, str(crop + 1), color="white", fontsize=6, ha="left", va="top", bbox=style)
 

@@ -23,16 +23,13 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.bench.trials import Measurement, Trials
-from dino_ds.planning.bench.tune import ENOUGH_WAIT, Search
-from dino_ds.planning.fit import FILLED, check_new, write_ds
-from dino_ds.planning.host import find_machine
+from dino_ds.planning.bench.tune import ENOUGH_WAIT, Measurement, Search, Trials
+from dino_ds.planning.fit import FILLED, check_new, find_machine, write_ds
 from dino_ds.planning.measure import describe_host, host_line
-from dino_ds.report.charts import Chart, Curve, Line
-from dino_ds.report.html import build_document, draw_chart, render
+from dino_ds.report.html import Chart, Curve, Line, build_document, draw_chart, render
 
 _BUSY = 0.15
-"""Cores that other programs may keep busy before what is measured is no longer believed."""
+"""Cores that other programs may keep busy; with more, the verdict says that the measurement is not to be trusted."""
 _MADE_UP = "images are made up, since none are named, and the loader was not measured: name yours by --data.root FOLDER"
 _COLORS = {"as given": 8, "tuned": 1}
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -75,7 +72,7 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
         error = reason
     noise = trials.others_cores if trials.others_cores > _BUSY else 0.0
     if noise and (given := search.pair.get("as given")) and given.rounds:
-        search.best = given.setting  # what other programs slowed is no reason to change anything
+        search.best = given.setting  # a noisy measurement is no reason to change settings
     command, verdict, tables = _command(search, request, ranks, options.write), _verdict(search, noise), _tables(search)
     lead = [f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"]
     lead += [host_line(describe_host())]
@@ -113,10 +110,10 @@ def _verdict(search: Search, noise: float) -> str:
     ratio, spread = tuned.images_per_second / given.images_per_second, max(given.spread, tuned.spread)
     gain = f"{ratio:.2f} times the images/s of the settings as given (spread {100 * spread:.0f} %)"
     if noise:
-        return f"not believed, as other programs kept {noise:.1f} cores busy: {gain}. Repeat it on a quiet machine"
+        return f"not reliable, as other programs kept {noise:.1f} cores busy: {gain}. Repeat it on a quiet machine"
     if tuned.beats(given):
         return f"{gain}; what is learned is equal up to rounding"
-    return f"nothing is faster than the settings as given by more than the spread: what was found has {gain}"
+    return f"no setting is faster than those given by more than the spread: the best one has {gain}"
 
 
 def _command(search: Search, request: Request, ranks: int, folder: str | None) -> str:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
-from dataclasses import replace
 
 _T = TypeVar("_T")
-
-
 EMA = "ema"
 """The name of the teacher that follows the student and is the run's product."""
 FROZEN = "frozen"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -27,14 +27,10 @@ a quarter of its kernel launches; for larger teachers memory is worth more."""
 LOGGERS = ("wandb", "trackio")
 """The sections of metric loggers. They are not passed to DeepSpeed, which would synchronize the device in each step."""
 Bool = Annotated[bool, Strict()]
-
-
-def _way_to_compile(value: object) -> object:
-    """The mode that true or false means."""
-    return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
-
-
-_Compile = Annotated[Literal["off", "default", "max-autotune", "reduce-overhead"], BeforeValidator(_way_to_compile)]
+_Compile = Annotated[
+    Literal["off", "default", "max-autotune", "reduce-overhead"],
+    BeforeValidator(lambda value: ("off", "default")[value] if isinstance(value, bool) else value),
+]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -78,10 +74,6 @@ class DsConfig:
     performance: PerformanceOptions
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    @property
-    def for_deepspeed(self) -> dict[str, Any]:
-        return {key: value for key, value in self.raw.items() if key not in LOGGERS}
-
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
         """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
         GPU, where launching the casts takes time."""
@@ -95,6 +87,23 @@ class DsConfig:
         if self.stage != 1 or world_size > 1 or zero.get("overlap_comm") or offloads_optimizer(zero):
             return self.stage > 0
         return self.raw.get("data_types", {}).get("grad_accum_dtype", self.precision) not in (self.precision, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenDsConfig:
+    """The ds config of a start, with its predicted memory.
+
+    reason: how the config was chosen, "" if the user named it; memory: the log's line about the prediction; trained:
+    the part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not
+    estimated; check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
+    """
+
+    config: DsConfig
+    reason: str
+    memory: str
+    trained: str
+    predicted_gib: float | None
+    check_fits: Callable[[], None]
 
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:
@@ -152,11 +161,13 @@ class Fp16(Section):
 
 class Bf16(Section):
     enabled: Bool = option(..., "train in bf16")
-    check_grad_overflow: Literal[True] = option(None, "skip steps whose gradient is not finite, as always")
+    check_grad_overflow: Literal[True] = option(
+        None, "skip steps whose gradient is not finite: always done, so false is refused"
+    )
 
 
 class Offload(Section):
-    device: Literal["none", "cpu"] = option(..., "where it lies; NVMe is not offered")
+    device: Literal["none", "cpu"] = option(..., "where ZeRO keeps this part; NVMe is not offered")
     pin_memory: Bool = option(None, "page-locked host memory")
 
 
@@ -171,9 +182,13 @@ class Zero(Section):
     offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_SHARDED)
     offload_param: Offload = option(None, "parameters on the host", stages=_3)
     stage3_prefetch_bucket_size: _From0 | _Auto = option(None, "elements fetched ahead", stages=_3)
-    stage3_param_persistence_threshold: _From0 | _Auto = option(None, "smaller ones stay whole", stages=_3)
+    stage3_param_persistence_threshold: _From0 | _Auto = option(
+        None, "parameters of fewer elements stay whole on each rank", stages=_3
+    )
     stage3_max_live_parameters: _From0 = option(None, "elements gathered at once, at most", stages=_3)
-    stage3_max_reuse_distance: _From0 = option(None, "keep what is used again within so many elements", stages=_3)
+    stage3_max_reuse_distance: _From0 = option(
+        None, "keep parameters gathered that are used again within so many elements", stages=_3
+    )
     zero_hpz_partition_size: _From1 = option(None, "ZeRO++: ranks that share a second copy of the shards", stages=_3)
     zero_quantized_weights: Bool = option(None, "ZeRO++: gather int8 weights (CUDA; not exact)", stages=_3)
     zero_quantized_gradients: Bool = option(None, "ZeRO++: reduce int4 gradients (not exact)", stages=_3)
@@ -188,14 +203,14 @@ class ActivationCheckpointing(Section):
 
 
 class Wandb(Section):
-    enabled: Bool = option(..., "log there")
+    enabled: Bool = option(..., "log metrics to Weights & Biases")
     project: _Text = option(None, "default dino_ds")
     group: _Text = option(None, "group of runs")
     team: _Text = option(None, "the entity; default: your own")
 
 
 class Trackio(Section):
-    enabled: Bool = option(..., "log there: trackio show opens the page")
+    enabled: Bool = option(..., "log metrics to trackio; trackio show opens its page")
     project: _Text = option(None, "default dino_ds")
     space_id: _Text = option(None, "a Hugging Face Space to log to; default: files of this machine")
     server_url: _Text = option(None, "a server of your own to log to")
@@ -204,7 +219,9 @@ class Trackio(Section):
 class DsJson(Section):
     train_batch_size: _From1 | _Auto = option(None, "must equal the recipe's data.global_batch if given")
     train_micro_batch_size_per_gpu: _From1 | _Auto = option(None, "images per rank; auto = from data.global_batch")
-    gradient_accumulation_steps: _From1 | _Auto = option(None, "micro-batches of a step; auto = from the others")
+    gradient_accumulation_steps: _From1 | _Auto = option(
+        None, "micro-batches of a step; auto = global batch / (micro-batch x ranks)"
+    )
     gradient_clipping: _Number0 = option(..., "largest global norm of the gradient; 0 = no clipping")
     prescale_gradients: Bool = option(None, "divide gradients before the all-reduce")
     gradient_predivide_factor: _Above0 = option(None, "divisor before the all-reduce, with prescale_gradients")

@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from dino_ds.basics.names import as_written, did_you_mean
-from dino_ds.config.fields import (
-    AutoLength,
-    Count,
-    Drift,
-    Length,
-    LengthField,
-    PathText,
-    Section,
-    once,
-    option,
-    split_words,
-)
+from dino_ds.config import fields
+from dino_ds.config.fields import Section, option
 from dino_ds.config.sections import DataSection, ObjectiveSection
 
 
@@ -73,14 +63,14 @@ def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
     """Read "auto", or names in a list or with commas between them."""
     if value == "auto":
         return "auto"
-    words = split_words(value)
+    words = fields.split_words(value)
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
     for name in words:
         if name not in EVALUATIONS:
             near = did_you_mean(str(name), EVALUATIONS)
             raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
-    return once(tuple(words))
+    return fields.once(tuple(words))
 
 
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
@@ -93,29 +83,29 @@ def _parse_end(value: object) -> object:
     if match := re.fullmatch(r"\s*drift\s+(\S{1,12})\s*", value):
         with suppress(ValueError):
             if 0 < (limit := float(match[1])) < 2:
-                return Drift(limit)
+                return fields.Drift(limit)
         raise ValueError(f"{value!r} is not a distance: write 'drift 0.1', more than 0 and less than 2")
     return re.sub(r"\s*evaluations?\s*$", "", value)
 
 
 RunEnd = Annotated[
-    Count | Drift | None,
+    fields.Count | fields.Drift | None,
     BeforeValidator(_parse_end),
-    PlainSerializer(lambda end: str(end) if isinstance(end, Drift) else end),
+    PlainSerializer(lambda end: str(end) if isinstance(end, fields.Drift) else end),
 ]
 
 
 class EvalSection(Section):
-    every: LengthField = option(
-        Length(5, "epochs"),
+    every: fields.LengthField = option(
+        fields.Length(5, "epochs"),
         "length between evaluations; given in epochs or images: ten in the run at least; 0 steps: never",
     )
     evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto: knn if there are labeled test images")
-    root: PathText | None = option(None, "labeled test images of the same classes, given as data.root is")
-    k: Count = option(20, "number of neighbors of knn")
-    bank_images: Count = option(10000, "largest number of labeled training images in an evaluation")
-    test_images: Count = option(2000, "largest number of test images, and of held-out images of val_loss")
-    benchmark_root: PathText | None = option(None, f"folder with the images of {', '.join(BENCHMARKS)}")
+    root: fields.PathText | None = option(None, "labeled test images of the same classes, given as data.root is")
+    k: fields.Count = option(20, "number of neighbors of knn")
+    bank_images: fields.Count = option(10000, "largest number of labeled training images in an evaluation")
+    test_images: fields.Count = option(2000, "largest number of test images, and of held-out images of val_loss")
+    benchmark_root: fields.PathText | None = option(None, f"folder with the images of {', '.join(BENCHMARKS)}")
     keep_best: KeepBest = option(
         "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto: knn if it is evaluated, else none"
     )
@@ -124,26 +114,28 @@ class EvalSection(Section):
         "the run ends after so many evaluations without a better value of keep_best's metric, or, by 'drift 0.1', once "
         "preserve_loss is above that; none: at its length",
     )
-    val_root: PathText | None = option(None, "images without labels for val_loss, the held-out loss, as data.root")
+    val_root: fields.PathText | None = option(
+        None, "images without labels for val_loss, the held-out loss, as data.root"
+    )
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0,
         "share of the training images, chosen by a hash of their names, that is held out for val_loss, and as "
         "labeled test images where eval.root names none",
         learned=True,
     )
-    pictures_every: AutoLength = option("auto", "length between pictures; auto: six times a run; 0 steps: never")
+    pictures_every: fields.AutoLength = option("auto", "length between pictures; auto: six times a run; 0 steps: never")
     idle: ClassVar = {"eval.every 0": "eval.keep_best"}
     refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share"}
 
     @property
     def patience(self) -> int | None:
         """Number of evaluations without progress after which the run ends, None for never."""
-        return None if isinstance(self.stop_after, Drift) else self.stop_after
+        return None if isinstance(self.stop_after, fields.Drift) else self.stop_after
 
     @property
     def most_drift(self) -> float | None:
         """The distance to the start's features above which the run ends, None for any."""
-        return self.stop_after.limit if isinstance(self.stop_after, Drift) else None
+        return self.stop_after.limit if isinstance(self.stop_after, fields.Drift) else None
 
     @property
     def holds_out(self) -> bool:

@@ -13,27 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from dino_ds.config import fields
 from dino_ds.config.crops import EMA, FROZEN
-from dino_ds.config.fields import (
-    AboveOne,
-    BelowOne,
-    Count,
-    Depth,
-    Few,
-    Fraction01,
-    Length,
-    LengthField,
-    Listed,
-    PathText,
-    Positive,
-    Ramp,
-    Section,
-    Side,
-    StageLengthField,
-    WeightField,
-    Width,
-    option,
-)
+from dino_ds.config.fields import Section, option
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import FROM_SOURCE, TrainedPart, backbone_spec, parse_trained
 from dino_ds.models.specs.base import BackboneSpec
@@ -92,30 +74,32 @@ class ModelSection(Section):
         "vit_small_patch16_224", "a timm name, your module:Class, or from_source: that of model.init_from"
     )
     arguments: ArgumentsField = option("{}", 'keyword arguments of its class as JSON, such as {"layers": [1, 1, 1, 1]}')
-    patch_size: Side | None = option(None, "side of a patch in pixels; none: the backbone's own")
-    width: Width | None = option(None, "embedding dimension; none: the backbone's own")
-    depth: Depth | None = option(None, "number of blocks; none: the backbone's own")
-    heads: Depth | None = option(None, "number of attention heads; none: the backbone's own")
-    registers: Few | None = option(None, "number of register tokens; none: the backbone's own")
-    layer_scale: Positive | None = option(None, "initial value of LayerScale, such as 1e-5; none: the backbone's own")
-    in_chans: Depth = option(3, "number of channels that the images must have; gray images fit 1 and 3")
+    patch_size: fields.Side | None = option(None, "side of a patch in pixels; none: the backbone's own")
+    width: fields.Width | None = option(None, "embedding dimension; none: the backbone's own")
+    depth: fields.Depth | None = option(None, "number of blocks; none: the backbone's own")
+    heads: fields.Depth | None = option(None, "number of attention heads; none: the backbone's own")
+    registers: fields.Few | None = option(None, "number of register tokens; none: the backbone's own")
+    layer_scale: fields.Positive | None = option(
+        None, "initial value of LayerScale, such as 1e-5; none: the backbone's own"
+    )
+    in_chans: fields.Depth = option(3, "number of channels that the images must have; gray images fit 1 and 3")
     sync_batch_norm: bool = option(True, "compute BatchNorm's statistics over all ranks; false: on each rank")
-    drop_path: BelowOne = option(0.1, "stochastic depth: chance that the last block is skipped")
+    drop_path: fields.BelowOne = option(0.1, "stochastic depth: chance that the last block is skipped")
     drop_path_growth: Literal["linear", "uniform"] = option(
         "linear", "drop_path of the earlier blocks: linear from 0, or uniform, the same in all blocks (DINOv2)"
     )
     local_cls_norm: bool | None = option(None, "local crops' CLS tokens have their own norm; none: as in the backbone")
-    rope_rescale: AboveOne | None = option(
+    rope_rescale: fields.AboveOne | None = option(
         None, "largest factor by which RoPE's axes are scaled at random in training, in each block and step (DINOv3: 2)"
     )
     stochastic_depth: Literal["per_image", "batched"] = option(
         "per_image", "per_image: each image by chance; batched: an exact share of each micro-batch, which is faster"
     )
-    init_from: PathText | None = option(
+    init_from: fields.PathText | None = option(
         None, "weights to start from: a file or folder (ours, DINO's, timm's, Hugging Face's), or a timm name"
     )
-    freeze_backbone: LengthField = option(
-        Length(0, "steps"), "length at the start during which only the heads are trained; with model.init_from"
+    freeze_backbone: fields.LengthField = option(
+        fields.Length(0, "steps"), "length at the start during which only the heads are trained; with model.init_from"
     )
     train: TrainedField = option(
         "all", "part of the backbone that is trained, besides heads: all, 'last N blocks', norms_and_biases or lora"
@@ -124,7 +108,9 @@ class ModelSection(Section):
     lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = option(
         16.0, "LoRA adapters are scaled by lora_alpha / lora_rank"
     )
-    lora_layers: Listed[str] = option(("all",), "linear layers of each block that get LoRA adapters, such as qkv,proj")
+    lora_layers: fields.Listed[str] = option(
+        ("all",), "linear layers of each block that get LoRA adapters, such as qkv,proj"
+    )
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how position embeddings are resized; DINO's released weights need dino"
     )
@@ -212,16 +198,16 @@ SNAPSHOT = "snapshot"
 
 
 class TeacherSection(Section):
-    source: PathText | None = option(
+    source: fields.PathText | None = option(
         None,
         "frozen teacher to distil: a run, weights or a timm name; none: the student's EMA is the teacher",
         learned=False,  # but the digest of its weights must stay the same
     )
     distill: Literal["heads", "features"] | None = option(
-        None, "targets of distillation: outputs of the heads of teacher.source (also with none), or its features"
+        None, "targets that teacher.source gives: outputs of its heads, which none means too, or its features"
     )
-    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start of training")
-    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end of training; a cosine leads there")
+    momentum: fields.Fraction01 = option(0.996, "EMA momentum of the teacher at the start of training")
+    momentum_end: fields.Fraction01 = option(1.0, "EMA momentum at the end of training; a cosine leads there")
     batch_norm: Literal["auto", "reference", "ema", "frozen"] = option(
         "auto",
         "statistics of the teacher's BatchNorm: its batch's (reference), the student's (ema), the start's (frozen)",
@@ -241,24 +227,24 @@ class TeacherSection(Section):
 
 
 class GramSection(Section):
-    weight: WeightField = option(
-        Ramp(0.0),
+    weight: fields.WeightField = option(
+        fields.Ramp(0.0),
         "weight of Gram anchoring: keeps similarities of patches near a teacher's; a ramp begins at gram.start",
     )
-    teacher: PathText = option(
+    teacher: fields.PathText = option(
         SNAPSHOT,
         "teacher of Gram anchoring: snapshot (the EMA teacher at gram.start), ema (as it is now), or a run",
         by_content=True,
     )
-    start: StageLengthField = option(
-        Length(0, "steps"), "when the snapshot is taken; weight is 0 before", inside_run=True
+    start: fields.StageLengthField = option(
+        fields.Length(0, "steps"), "when the snapshot is taken; weight is 0 before", inside_run=True
     )
-    refresh_every: LengthField = option(
-        Length(0, "steps"),
+    refresh_every: fields.LengthField = option(
+        fields.Length(0, "steps"),
         "length between replacements of the snapshot by the EMA teacher, from gram.start on; 0: never",
     )
-    refreshes: Count = option(3, "largest number of replacements of the snapshot")
-    crop_size: Side | None = option(
+    refreshes: fields.Count = option(3, "largest number of replacements of the snapshot")
+    crop_size: fields.Side | None = option(
         None, "side of the Gram teacher's own crops, 1 to 2 times crops.global_size; none: it sees the global crops"
     )
     refused: ClassVar = {

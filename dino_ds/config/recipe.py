@@ -12,20 +12,10 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from dino_ds.config import fields
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
-from dino_ds.config.fields import (
-    AutoLength,
-    Count,
-    Length,
-    LengthField,
-    Seconds,
-    Section,
-    Seed,
-    StageLengthField,
-    option,
-    positive,
-)
+from dino_ds.config.fields import Section, option
 from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.schema import idle_keys, named_values, options_of
 from dino_ds.config.sections import (
@@ -49,26 +39,30 @@ _LEAST_STD = 1e-4
 class Recipe(Section):
     """A recipe says what is learned; the ds JSON says how fast and on what hardware."""
 
-    seed: Seed = option(0, "seed of weights, data order and augmentation")
+    seed: fields.Seed = option(0, "seed of weights, data order and augmentation")
     stage_start: Literal["continue", "restart"] | None = option(
         None,
         "with --from RUN: continue takes its whole state and counts its steps on; restart takes its teacher, at step 0",
     )
-    length: StageLengthField = option(Length(100, "epochs"), "length of the training in epochs, steps or images")
-    log_every: Count = option(10, "steps between lines of metrics", learned=False)
-    save_every: AutoLength = option(
+    length: fields.StageLengthField = option(
+        fields.Length(100, "epochs"), "length of the training in epochs, steps or images"
+    )
+    log_every: fields.Count = option(10, "steps between lines of metrics", learned=False)
+    save_every: fields.AutoLength = option(
         "auto",
         "length between saves; 0 steps: only at the end; auto: after 5 steps, then every 10 minutes",
         learned=False,
     )
-    keep_checkpoints: Count = option(3, "number of newest checkpoints that are kept", learned=False)
-    keep_every: LengthField = option(
-        Length(0, "steps"), "checkpoints at multiples of this length are never removed; 0: none of them", learned=False
+    keep_checkpoints: fields.Count = option(3, "number of newest checkpoints that are kept", learned=False)
+    keep_every: fields.LengthField = option(
+        fields.Length(0, "steps"),
+        "checkpoints at multiples of this length are never removed; 0: none of them",
+        learned=False,
     )
     save_in_background: bool = option(
         True, "write checkpoints while training goes on; false: less host memory", learned=False
     )
-    hang_seconds: Seconds = option(
+    hang_seconds: fields.Seconds = option(
         600,
         "seconds without progress that end the run (three times as many while starting or saving); 0: never",
         learned=False,
@@ -84,7 +78,7 @@ class Recipe(Section):
     teacher: TeacherSection = TeacherSection()
     eval: EvalSection = EvalSection()
 
-    _lengths = field_validator("length")(positive)
+    _lengths = field_validator("length")(fields.positive)
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:

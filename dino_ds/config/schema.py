@@ -227,15 +227,14 @@ def show_value(value: object) -> str:
 
 def problem_lines(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
     """A line for each problem. origins: dotted name -> the file or COMMAND_LINE that sets it."""
-    return [line for problem in error.errors() for line in _lines(problem, origins)]
-
-
-def _lines(problem: Any, origins: Mapping[str, str]) -> list[str]:
-    name = ".".join(part for part in problem["loc"] if isinstance(part, str))
-    origin = origins.get(name)
-    where = f"{origin}: {name}: " if origin else f"{name}: " if name else ""
-    where = f"--{name}: " if origin == COMMAND_LINE else where
-    return [where + line for line in _say(problem).splitlines()]
+    lines = list[str]()
+    for problem in error.errors():
+        name = ".".join(part for part in problem["loc"] if isinstance(part, str))
+        origin = origins.get(name)
+        where = f"{origin}: {name}: " if origin else f"{name}: " if name else ""
+        where = f"--{name}: " if origin == COMMAND_LINE else where
+        lines += [where + line for line in _say(problem).splitlines()]
+    return lines
 
 
 def _say(problem: Any, show: Callable[[Any], str] = as_written) -> str:

@@ -19,37 +19,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from dino_ds.basics.files import unusable_text
 from dino_ds.basics.names import as_written
+from dino_ds.config import fields
 from dino_ds.config.crops import AUGMENTATIONS, Augmentation, Resolution, chances_by_kind, parse_resolutions
-from dino_ds.config.fields import (
-    IMAGE_FORMS,
-    SOURCES,
-    BatchSize,
-    BelowOne,
-    CacheGib,
-    ChannelsField,
-    Count,
-    Depth,
-    Few,
-    Fraction01,
-    Length,
-    LengthField,
-    NotNegative,
-    Numbers,
-    PathText,
-    Positive,
-    Ramp,
-    Resolutions,
-    ScaleRange,
-    Section,
-    Side,
-    SourceName,
-    Temperature,
-    ValueRangeField,
-    WeightField,
-    Width,
-    check_range,
-    option,
-)
+from dino_ds.config.fields import Section, option
 from dino_ds.config.model import ArgumentsField, ModelSection
 from dino_ds.config.schema import IdleKey
 from dino_ds.models.specs.backbones import FROM_SOURCE
@@ -127,14 +99,16 @@ def _check_balance(value: str) -> str:
 
 
 MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_few)]
-BalanceField = Annotated[PathText, AfterValidator(_check_balance)]
+BalanceField = Annotated[fields.PathText, AfterValidator(_check_balance)]
 
 
 class DataSection(Section):
-    source: SourceName = option(
-        "folder", f"folder (your files in data.root), a dataset: {', '.join(SOURCES[1:])}, or your module:Class"
+    source: fields.SourceName = option(
+        "folder", f"folder (your files in data.root), a dataset: {', '.join(fields.SOURCES[1:])}, or your module:Class"
     )
-    root: PathText | None = option(None, f"{IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder", learned=False)
+    root: fields.PathText | None = option(
+        None, f"{fields.IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder", learned=False
+    )
     mixture: MixtureField = option(
         (),
         "several sources and their shares of each epoch, such as mine=0.7,theirs=0.3: folders in data.root, or paths",
@@ -145,29 +119,31 @@ class DataSection(Section):
         by_content=True,
     )
     download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
-    global_batch: BatchSize = option(512, "images of an optimizer step, over all ranks and micro-batches")
-    workers: Few | None = option(None, "loading processes of each rank; none: as the cores allow", learned=False)
-    cache_gib: CacheGib = option(
+    global_batch: fields.BatchSize = option(512, "images of an optimizer step, over all ranks and micro-batches")
+    workers: fields.Few | None = option(None, "loading processes of each rank; none: as the cores allow", learned=False)
+    cache_gib: fields.CacheGib = option(
         0.0,
         "GiB of memory on each machine for decoded files, shared by its ranks; worth it for small images; 0: none",
         learned=False,
     )
-    remote_cache_gib: CacheGib = option(
+    remote_cache_gib: fields.CacheGib = option(
         0.0, "GiB of disk on each machine for images from buckets and web servers; 0: none", learned=False
     )
     augment: Literal["device", "worker"] = option(
         "device",
         "where colors are changed and crops blurred: device (a batch at once), or worker (in loading processes)",
     )
-    max_pixels: Count = option(50_000_000, "images with more pixels are skipped, since they may be decompression bombs")
-    value_range: ValueRangeField = option(
+    max_pixels: fields.Count = option(
+        50_000_000, "images with more pixels are skipped, since they may be decompression bombs"
+    )
+    value_range: fields.ValueRangeField = option(
         "auto", "values of black and white in images of more than 8 bits, such as 0,4095; auto: measured on a sample"
     )
-    mean: ChannelsField | None = option(
+    mean: fields.ChannelsField | None = option(
         None, "mean of each channel, black is 0 and white 1; none: as the weights say, ImageNet's or measured"
     )
-    std: ChannelsField | None = option(None, "standard deviation of each channel; none: as for data.mean")
-    max_bad_fraction: Fraction01 = option(
+    std: fields.ChannelsField | None = option(None, "standard deviation of each channel; none: as for data.mean")
+    max_bad_fraction: fields.Fraction01 = option(
         0.01, "largest share of unreadable images: beyond it the run stops; 0: at the first one", learned=False
     )
 
@@ -211,37 +187,43 @@ class DataSection(Section):
 
 
 class CropsSection(Section):
-    global_size: Side = option(224, "side of the two global crops in pixels, a multiple of the patch size")
-    global_scale: ScaleRange = option((0.4, 1.0), "smallest and largest area of a global crop, as shares of the image")
-    local_size: Side = option(96, "side of a local crop in pixels, a multiple of the patch size")
-    local_scale: ScaleRange = option((0.05, 0.4), "smallest and largest area of a local crop, as shares of the image")
-    num_local: Few = option(8, "number of local crops of each image")
+    global_size: fields.Side = option(224, "side of the two global crops in pixels, a multiple of the patch size")
+    global_scale: fields.ScaleRange = option(
+        (0.4, 1.0), "smallest and largest area of a global crop, as shares of the image"
+    )
+    local_size: fields.Side = option(96, "side of a local crop in pixels, a multiple of the patch size")
+    local_scale: fields.ScaleRange = option(
+        (0.05, 0.4), "smallest and largest area of a local crop, as shares of the image"
+    )
+    num_local: fields.Few = option(8, "number of local crops of each image")
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
         "dino",
         "preset for those of jitter, blur, grayscale, flip and solarize that are none; low_res: for 32 to 64 pixels",
     )
-    jitter: Numbers | None = option(
+    jitter: fields.Numbers | None = option(
         None, "factor on the preset's color jitter (0: no jitter), or its brightness, contrast, saturation and hue"
     )
-    blur: Numbers | None = option(
+    blur: fields.Numbers | None = option(
         None, "chance that a crop is blurred, or three: of the first global crop, the second one, and local crops"
     )
-    grayscale: Fraction01 | None = option(None, "chance that a crop loses its colors")
-    flip: Fraction01 | None = option(None, "chance that a crop is mirrored left to right")
-    solarize: Numbers | None = option(None, "chance that bright pixels are inverted, or three as in crops.blur")
-    vertical_flip: Fraction01 = option(0.0, "chance that a crop is mirrored top to bottom")
+    grayscale: fields.Fraction01 | None = option(None, "chance that a crop loses its colors")
+    flip: fields.Fraction01 | None = option(None, "chance that a crop is mirrored left to right")
+    solarize: fields.Numbers | None = option(None, "chance that bright pixels are inverted, or three as in crops.blur")
+    vertical_flip: fields.Fraction01 = option(0.0, "chance that a crop is mirrored top to bottom")
     rotation: float = option(
         0.0, "chance that a crop is turned by 90, 180 or 270 degrees; 0.75: all four directions are equally likely"
     )
     mask: Literal["none", "dinov2", "dinov3"] = option(
         "none", "hide blocks of patches in global crops, as DINOv2 does, or an exact number of patches, as DINOv3 does"
     )
-    mask_share: Fraction01 = option(0.5, "chance that a global crop is masked")
-    mask_ratio: ScaleRange = option((0.1, 0.5), "smallest and largest share of a masked crop's patches that are hidden")
+    mask_share: fields.Fraction01 = option(0.5, "chance that a global crop is masked")
+    mask_ratio: fields.ScaleRange = option(
+        (0.1, 0.5), "smallest and largest share of a masked crop's patches that are hidden"
+    )
     mask_hides: bool = option(
         True, "whether the student's patches are hidden; false: it sees them, and still predicts them (distillation)"
     )
-    resolutions: Resolutions = option(
+    resolutions: fields.Resolutions = option(
         (), "crop sizes from which each step draws one: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, ..."
     )
     idle: ClassVar = {
@@ -254,7 +236,7 @@ class CropsSection(Section):
         "objective.ibot_weight 0, objective.terms {}": "crops.mask",
     }
 
-    _ranges = field_validator("global_scale", "local_scale")(check_range)
+    _ranges = field_validator("global_scale", "local_scale")(fields.check_range)
 
     @field_validator("rotation")
     @classmethod
@@ -292,9 +274,9 @@ class CropsSection(Section):
 
 class HeadSection(Section):
     prototypes: Annotated[int, Field(ge=2, le=2**24)] = option(65536, "number of outputs of the projection head")
-    hidden: Width = option(2048, "width of the head's hidden layers")
-    bottleneck: Width = option(256, "width before the prototypes, and of what coding_rate_weight compares")
-    layers: Depth = option(3, "number of linear layers before the prototypes")
+    hidden: fields.Width = option(2048, "width of the head's hidden layers")
+    bottleneck: fields.Width = option(256, "width before the prototypes, and of what coding_rate_weight compares")
+    layers: fields.Depth = option(3, "number of linear layers before the prototypes")
     batch_norm: bool = option(False, "BatchNorm after each of the hidden layers")
     learned_lengths: bool = option(False, "train the lengths of the prototypes (DINOv2); false: all lengths are 1")
     free_prototypes: bool = option(
@@ -309,37 +291,46 @@ class HeadSection(Section):
 
 
 class ObjectiveSection(Section):
-    student_temp: Temperature = option(0.1, "softmax temperature of the student")
-    teacher_temp: Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
-    warmup_teacher_temp: Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
-    teacher_temp_warmup: LengthField = option(
-        Length(0, "epochs"), "length of the warm-up of the teacher's temperature", inside_run=True
+    student_temp: fields.Temperature = option(0.1, "softmax temperature of the student")
+    teacher_temp: fields.Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
+    warmup_teacher_temp: fields.Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
+    teacher_temp_warmup: fields.LengthField = option(
+        fields.Length(0, "epochs"), "length of the warm-up of the teacher's temperature", inside_run=True
     )
     centering: Literal["softmax", "sinkhorn"] = option(
         "softmax", "how targets are made: softmax after subtracting a running mean, or Sinkhorn-Knopp"
     )
-    center_momentum: Fraction01 = option(0.9, "momentum of the running mean of centering softmax")
-    freeze_prototypes: LengthField = option(
-        Length(1, "epochs"), "length at the start during which the prototypes stay as initialized", inside_run=True
+    center_momentum: fields.Fraction01 = option(0.9, "momentum of the running mean of centering softmax")
+    freeze_prototypes: fields.LengthField = option(
+        fields.Length(1, "epochs"),
+        "length at the start during which the prototypes stay as initialized",
+        inside_run=True,
     )
     frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
         "no_gradient",
         "what frozen prototypes give the optimizer: no gradient (DINO), or one that clipping and Adam see (DINOv2)",
     )
-    dino_weight: WeightField = option(
-        Ramp(1.0), "weight of DINO's loss of CLS tokens; all weights may be ramps, such as '0..1 over 1000 steps'"
+    dino_weight: fields.WeightField = option(
+        fields.Ramp(1.0),
+        "weight of DINO's loss of CLS tokens; all weights may be ramps, such as '0..1 over 1000 steps'",
     )
-    dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within DINO's loss (DINOv3)")
-    ibot_weight: WeightField = option(Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask")
+    dino_local_weight: fields.WeightField = option(
+        fields.Ramp(1.0), "weight of local crops' pairs within DINO's loss (DINOv3)"
+    )
+    ibot_weight: fields.WeightField = option(
+        fields.Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask"
+    )
     ibot_head: Literal["own", "shared"] = option(
         "own", "head of the masked patches: their own, ibot_head, or shared with DINO's loss"
     )
-    coding_rate_weight: WeightField = option(
-        Ramp(0.0), "weight of SimDINO's coding-rate loss of CLS tokens, which needs no prototypes"
+    coding_rate_weight: fields.WeightField = option(
+        fields.Ramp(0.0), "weight of SimDINO's coding-rate loss of CLS tokens, which needs no prototypes"
     )
-    koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
-    preserve_weight: WeightField = option(
-        Ramp(0.0), "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"
+    koleo_weight: fields.WeightField = option(
+        fields.Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops"
+    )
+    preserve_weight: fields.WeightField = option(
+        fields.Ramp(0.0), "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"
     )
     koleo_ranks: Literal["own", "all"] = option(
         "own", "images that KoLeo spreads: the micro-batch of each rank by itself, or those of all ranks together"
@@ -368,7 +359,7 @@ class OptimizerSection(Section):
     kind: Literal["adamw", "muon", "sgd", "lars"] = option(
         "adamw", "muon: orthogonalized momentum for weight matrices, AdamW for the rest; sgd and lars are for ResNets"
     )
-    lr: Positive = option(0.0005, "peak learning rate for the batch that optimizer.lr_scaling names")
+    lr: fields.Positive = option(0.0005, "peak learning rate for the batch that optimizer.lr_scaling names")
     lr_scaling: Literal["linear", "sqrt"] = option(
         "linear", "how lr follows data.global_batch: linear from 256 images (DINO), or its root from 1024 (DINOv2)"
     )
@@ -378,17 +369,19 @@ class OptimizerSection(Section):
         "network", "whose norm gradient_clipping bounds: the network's, or that of backbone and of each head (DINOv2)"
     )
     schedule: Literal["cosine", "constant"] = option("cosine", "course of the learning rate after its warm-up")
-    min_lr: NotNegative = option(1e-6, "learning rate at the end, not scaled by the batch")
-    warmup: LengthField = option(Length(10, "epochs"), "length of the learning rate's warm-up from 0", inside_run=True)
+    min_lr: fields.NotNegative = option(1e-6, "learning rate at the end, not scaled by the batch")
+    warmup: fields.LengthField = option(
+        fields.Length(10, "epochs"), "length of the learning rate's warm-up from 0", inside_run=True
+    )
     warmup_shape: Literal["linear", "cosine"] = option(
         "linear", "course of the warm-up; cosine: half a cosine, slow at first (DINOv3)"
     )
-    weight_decay: NotNegative = option(0.04, "weight decay at the start")
-    weight_decay_end: NotNegative = option(0.4, "weight decay at the end; a cosine leads there")
-    beta1: BelowOne = option(0.9, "AdamW's decay of the mean")
-    beta2: BelowOne = option(0.999, "AdamW's decay of the mean square")
+    weight_decay: fields.NotNegative = option(0.04, "weight decay at the start")
+    weight_decay_end: fields.NotNegative = option(0.4, "weight decay at the end; a cosine leads there")
+    beta1: fields.BelowOne = option(0.9, "AdamW's decay of the mean")
+    beta2: fields.BelowOne = option(0.999, "AdamW's decay of the mean square")
     eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
-    momentum: BelowOne = option(0.9, "momentum of muon, sgd and lars")
+    momentum: fields.BelowOne = option(0.9, "momentum of muon, sgd and lars")
     scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "length of Muon's steps as a multiple of AdamW's")
     idle: ClassVar = {"optimizer.warmup 0": "optimizer.warmup_shape", "optimizer.schedule constant": "optimizer.min_lr"}
     refused: ClassVar = {

@@ -1,5 +1,5 @@
-"""The recipe of a run, of its resumes, and of a stage, which begins with another run: that run's recipe, changed by the
-stage. No torch.
+"""What a start asks for: the options of `train`; and the recipe of a run, of its resumes, and of a stage, which begins
+with another run: that run's recipe, changed by the stage. No torch.
 
 Lengths and ramps that a stage sets count from the step at which the stage began; the others continue.
 """
@@ -14,17 +14,65 @@ import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator
 
 from dino_ds.basics.files import check_format, is_url, read_object
-from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, nearest, suggestion, weights_elsewhere
-from dino_ds.config.fields import PATH, Length, Ramp, Resume
+from dino_ds.basics.names import (
+    BEST_TEACHER,
+    MODEL_FORMS,
+    as_written,
+    did_you_mean,
+    nearest,
+    suggestion,
+    weights_elsewhere,
+)
+from dino_ds.config.fields import PATH, AllowedCode, Count, Length, Ramp, Resume, option
 from dino_ds.config.loading import RecipeSettings, change_recipe, read_yaml, recorded_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import differences, flatten, named_values, options_of, show_value
+from dino_ds.config.schema import differences, flatten, named_values, options, options_of, show_value
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.method.specs.own import TERMS, counted_from
 from dino_ds.models.specs.backbones import BACKBONES
+
+
+def _read_resume(value: object) -> object:
+    words = {"true": True, "false": False, "auto": "auto"}
+    if not isinstance(value, str) or value.lower() in words:
+        return words[value.lower()] if isinstance(value, str) else value
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise ValueError(f"{as_written(value)} is not auto or the step of a checkpoint")
+    return int(value)
+
+
+@options
+class TrainOptions:
+    """train: images in, a teacher out"""
+
+    run_dir: str = option(
+        "", "folder of this run, for its metrics, checkpoints and teacher", shown="runs/RECIPE, or runs/RECIPE-2, ..."
+    )
+    from_: str | None = option(
+        None,
+        "run, or checkpoint RUN/checkpoints/step_N, with which a stage begins; keys not given are as in its recipe",
+    )
+    max_steps: Count | None = option(None, "stop after N steps, on the same schedules", shown="the recipe's length")
+    resume: Annotated[Resume, BeforeValidator(_read_resume)] = option(
+        False,
+        "continue --run_dir by its own recipe from its newest complete checkpoint, or from step N's; auto: a new run "
+        "if there is none yet",
+    )
+    allow_change: str | None = option(
+        None, "KEY,KEY: settings that may differ from the checkpoint's although they change what is learned"
+    )
+    allow_code: AllowedCode = None
+    allow_oversize: bool = option(False, "start even if more memory is predicted than the machine has")
+    verbose: bool = option(False, "show all lines of RUN_DIR/log.txt on the screen too")
+    print: str | None = option(
+        None, "write the recipe, with all that is given here, to this new YAML file for editing, and do not train"
+    )
+
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""

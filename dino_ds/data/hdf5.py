@@ -109,14 +109,16 @@ def _named(opened: Any, name: str) -> Any:
     for part in filter(None, name.split("/")):
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
-            raise DataError(f"{printable(opened.filename)} has no dataset {printable(name)}{_there(opened)}")
+            raise DataError(
+                f"{printable(opened.filename)} has no dataset {printable(name)}{_datasets_in_words(opened)}"
+            )
         if not isinstance(link, h5py.HardLink):
             raise DataError(
                 f"{printable(f'{opened.filename}:{name}')} is a link, which is not followed: name its target"
             )
         node = node[part]
     if not isinstance(node, h5py.Dataset):
-        raise DataError(f"{printable(f'{opened.filename}:{name}')} is no dataset{_there(opened)}")
+        raise DataError(f"{printable(f'{opened.filename}:{name}')} is no dataset{_datasets_in_words(opened)}")
     return node
 
 
@@ -126,10 +128,12 @@ def _only(opened: Any) -> Any:
     if len(fitting) == 1:
         return fitting[0]
     count = f"{len(fitting)} datasets that fit" if fitting else f"no dataset of images ({_FITTING})"
-    raise DataError(f"{printable(opened.filename)} has {count}{_there(opened)}: name one, as file.h5:/images")
+    raise DataError(
+        f"{printable(opened.filename)} has {count}{_datasets_in_words(opened)}: name one, as file.h5:/images"
+    )
 
 
-def _there(opened: Any) -> str:
+def _datasets_in_words(opened: Any) -> str:
     some = [f"{dataset.name} {tuple(dataset.shape or ())} {dataset.dtype}" for dataset in _datasets(opened)[:5]]
     return printable(f"; it has {', '.join(some)}"[:400]) if some else ""
 

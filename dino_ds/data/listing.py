@@ -135,11 +135,11 @@ class Listing:
             if head > os.fstat(file.fileno()).st_size:
                 raise ValueError(f"{path} is damaged")
             header = json.loads(file.read(head))
-        plain = header.pop("__metadata__")
-        if plain["format"] != str(FORMAT):
+        metadata = header.pop("__metadata__")
+        if metadata["format"] != str(FORMAT):
             raise ValueError(f"{path} is of another format")
-        self.about: dict[str, Any] = json.loads(plain["about"])
-        self._checksums: dict[str, int] = json.loads(plain["checksums"])
+        self.about: dict[str, Any] = json.loads(metadata["about"])
+        self._checksums: dict[str, int] = json.loads(metadata["checksums"])
         whole = np.memmap(path, np.uint8, "r")[8 + head :]
         if len(whole) != max(entry["data_offsets"][1] for entry in header.values()):
             raise ValueError(f"{path} is cut off")
@@ -297,9 +297,11 @@ def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.nda
     return [name for name, _ in joined], numbers
 
 
-def by_name(labels: list[list[Any]], names: list[list[str]], files: list[str]) -> tuple[list[list[Any]], list[str]]:
-    """Labels by file, and the class names of all files, of which each had its own. Raises DataError for numbers without
-    names in some files only."""
+def merge_class_names(
+    labels: list[list[Any]], names: list[list[str]], files: list[str]
+) -> tuple[list[list[Any]], list[str]]:
+    """Labels of each file as numbers of one list of class names, and that list; `names` has the classes of each file.
+    Raises DataError for numbers without names in some files only."""
     if all(some == names[0] for some in names):
         return labels, names[0]
     for values, some, file in zip(labels, names, files, strict=True):

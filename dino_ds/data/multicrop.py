@@ -28,7 +28,7 @@ from dino_ds.data.image_cache import CachedImage
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 
-_FLAT = 16
+_MOST_CUT_SIDES = 16
 """Limit of a resized image's length in crop sides: a longer image is cut before it is resized, to save memory."""
 _SHRINKS = (8, 4, 2)
 """Factors by which a JPEG can be decoded smaller."""
@@ -178,7 +178,7 @@ class AugmentationParams:
 
     table: Tensor
     """The rows, on the host."""
-    there: Tensor
+    on_device: Tensor
     """A copy of the rows on the device of the crops."""
 
     @staticmethod
@@ -189,7 +189,7 @@ class AugmentationParams:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
         """Return these parameters with their device copy moved by `move`."""
-        return AugmentationParams(self.table, move(self.there))
+        return AugmentationParams(self.table, move(self.on_device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As plain bytes: a tensor would be sent through a file of shared memory.
@@ -372,7 +372,7 @@ class EvalCrop:
 
     def _cut(self, image: Image.Image) -> Image.Image:
         size, (x, y) = self._resized(*image.size)
-        if max(size) > _FLAT * self.size:
+        if max(size) > _MOST_CUT_SIDES * self.size:
             left, top, right, bottom = self.box(*image.size)
             box = (left, top, min(right, image.width), min(bottom, image.height))
             return image.resize((self.size, self.size), BICUBIC, box=box)

@@ -15,7 +15,7 @@ import numpy as np
 from dino_ds.basics.files import is_url
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.images import UnreadableImage, find_placeholder
-from dino_ds.data.listing import LABEL_NAMES, Labels, by_name, note_unnamed, partitions, printable
+from dino_ds.data.listing import LABEL_NAMES, Labels, merge_class_names, note_unnamed, partitions, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError, one_line
 
@@ -105,7 +105,7 @@ class ParquetImages(RowImages):
 
     def _find_classes(self, labels: list[list[Any]], names: list[list[str]], kind: Any) -> Any:
         """Labels and class names by the values of each file's label column of type `kind`, else by folders."""
-        labels, classes = by_name(labels, names, self._files)
+        labels, classes = merge_class_names(labels, names, self._files)
         if not kind:
             values, notes = partitions(self._files)
             labels = [[value] * count for value, count in zip(values, np.diff([0, *self._ends]).tolist(), strict=True)]

@@ -28,7 +28,7 @@ from dino_ds.data.multicrop import (
     CropParameters,
 )
 
-_COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
+_OPTIONAL_COLUMNS = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """Columns that are 0 for a crop without the operation; hue has one in each jitter slot."""
 _CACHED_PIXELS = 4 * 224**2
 """Pixels that are augmented at once on a CPU: 2.4 MB in FP32."""
@@ -54,7 +54,7 @@ def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tens
         if crops.is_cuda and "augmentation" in TAKEN:
             from dino_ds.data import photometric_triton
 
-            photometric_triton.augment(some, piece.there, _scale(some), normalize, part)
+            photometric_triton.augment(some, piece.on_device, _scale(some), normalize, part)
         else:
             _augment(some, piece, _scale(some), normalize, part)
     return out
@@ -88,11 +88,11 @@ def _scale(crops: Tensor) -> float:
 
 
 def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize: Tensor, x: Tensor) -> None:
-    (n, _, _, c), table, there = crops.shape, params.table.numpy(), params.there
-    which, crop = np.nonzero(table.T[_COLUMNS_OF_SOME])
-    counts = np.bincount(which, minlength=len(_COLUMNS_OF_SOME)).tolist()
+    (n, _, _, c), table, on_device = crops.shape, params.table.numpy(), params.on_device
+    which, crop = np.nonzero(table.T[_OPTIONAL_COLUMNS])
+    counts = np.bincount(which, minlength=len(_OPTIONAL_COLUMNS)).tolist()
     split = torch.from_numpy(crop).to(x.device, non_blocking=True).split(counts)
-    rows = {column: some for column, some, count in zip(_COLUMNS_OF_SOME, split, counts, strict=True) if count}
+    rows = {column: some for column, some, count in zip(_OPTIONAL_COLUMNS, split, counts, strict=True) if count}
 
     def replace(column: int, operation: Callable[..., Tensor], *values: Tensor) -> None:
         if column in rows:
@@ -102,12 +102,12 @@ def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize:
     if FLIP in rows:
         crops = crops.index_copy(0, rows[FLIP], crops[rows[FLIP]].flip(2))
     torch.mul(crops.permute(0, 3, 1, 2), scale, out=x)
-    weights = there[:, : 4 * SLOTS].T.contiguous().view(SLOTS, 4, n, 1, 1, 1)
+    weights = on_device[:, : 4 * SLOTS].T.contiguous().view(SLOTS, 4, n, 1, 1, 1)
     for slot, (pixel, own_gray, mean_gray, turns) in enumerate(weights):
         blend(x, pixel, own_gray, mean_gray)
         replace(4 * slot + 3, shift_hue, turns)
     replace(GRAY, lambda some: gray(some).expand_as(some))
-    replace(SIGMA, gaussian_blur, there[:, SIGMA])
+    replace(SIGMA, gaussian_blur, on_device[:, SIGMA])
     replace(SOLARIZE, solarize)
     offset, factor = normalize.view(2, c, 1, 1)
     torch.addcmul(offset, x, factor, out=x)

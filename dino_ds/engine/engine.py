@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
-from dino_ds.config.ds_schema import DsConfig, check_offload
+from dino_ds.config.ds_schema import LOGGERS, DsConfig, check_offload
 from dino_ds.engine import distributed, optim
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.muon import Muon
@@ -286,7 +286,8 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
     import deepspeed
 
     # DeepSpeed's throughput timer, whose figures nobody reads, synchronizes the device twice per micro-batch.
-    raw = config.for_deepspeed | {"timers": {"throughput": {"enabled": False}}}
+    raw = {key: value for key, value in config.raw.items() if key not in LOGGERS}
+    raw["timers"] = {"throughput": {"enabled": False}}
     raw["zero_allow_untested_optimizer"] = True  # untested by DeepSpeed; we have tested SGD and LARS
     # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; it can't clip by part.
     if config.stage == 0 or not clips:

@@ -25,11 +25,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dino_ds.basics.machine import find_free_port
+from dino_ds.basics.machine import check_ranks, find_free_port
 from dino_ds.basics.ranges import rehearsing
 from dino_ds.engine import distributed
 from dino_ds.engine.muon import on_amd, take_onednn
-from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,8 +14,8 @@ from torch import Tensor
 from dino_ds.errors import CheckpointError
 
 MASTER, STEP = "master", "step"
-_ADAM, _ONE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-MOMENTS = {"adamw": _ADAM, "sgd": _ONE, "lars": _ONE, "muon": _ONE}
+_ADAM, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+MOMENTS = {"adamw": _ADAM, "sgd": _MOMENTUM, "lars": _MOMENTUM, "muon": _MOMENTUM}
 """Names of the moments that each kind of optimizer keeps for a weight."""
 # Elements read at a time: bounds the extra memory of loading to 64 MiB.
 _READ_ELEMENTS = 16 * 2**20
@@ -68,8 +68,8 @@ def layout_of(
 
     "flats" is a list of {"name", "step", "pieces"}; a piece [parameter, start, stop, offset] says that elements [start,
     stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its moments, such as "NAME.exp_avg";
-    with step 0 there are no moments yet. A flat that another kind updates, such as AdamW beside Muon, has a "kind" of
-    its own.
+    with step 0 there are no moments yet. A flat tensor that another kind of optimizer updates, such as AdamW beside
+    Muon, has a "kind" of its own.
     """
     listed = []
     for name, step, kind, pieces in flats:
@@ -130,7 +130,8 @@ class SavedParameters:
             )
 
     def step_of(self, parameters: Iterable[str]) -> int:
-        """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if it was not counted.
+        """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if none were
+        counted.
 
         Raises CheckpointError if it differs among them: a flat tensor of the optimizer has only one count.
         """

@@ -137,10 +137,6 @@ class Schedules:
     momenta: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     replacements: Mapping[str, Replacements] = field(default_factory=dict)
 
-    @property
-    def moving_weights(self) -> list[str]:
-        return [name for name, weight in self.weights.items() if weight.moves]
-
     def _lr(self, step: int) -> float:
         if step < self.warmup_steps and self.warmup_shape == "cosine":
             return WeightSchedule(0.0, self.lr, self.warmup_steps).at(step)

@@ -166,8 +166,7 @@ def statistics(context: EvalContext) -> dict[str, float]:
 
 def find_evaluation(name: str) -> Evaluation:
     """The function of an evaluation."""
-    from dino_ds.evals.davis import davis
-    from dino_ds.evals.landmarks import oxford, paris
+    from dino_ds.evals.benchmarks import davis, oxford, paris
 
     functions = (knn, linear, ridge, statistics, oxford, paris, davis)
     return {function.__name__: function for function in functions}[name]

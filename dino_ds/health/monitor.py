@@ -30,11 +30,13 @@ import psutil
 from dino_ds.basics.ranges import tell
 from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError, UserError
 from dino_ds.health import processes
-from dino_ds.health.beat import Beat, Disk, append_line
-from dino_ds.health.records import (
+from dino_ds.health.beat import (
+    Beat,
+    Disk,
     Failure,
     Heartbeat,
     Heartbeats,
+    append_line,
     describe_death,
     describe_hang,
     last_checkpoint,

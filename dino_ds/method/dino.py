@@ -22,17 +22,8 @@ from dino_ds.basics.ranges import device_kind
 from dino_ds.config.crops import EMA, Masks
 from dino_ds.engine.distributed import max_across_ranks, sum_across_ranks
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method import objective
 from dino_ds.method.networks import TermParts
-from dino_ds.method.objective import (
-    Needs,
-    Outputs,
-    RunningMean,
-    StudentOutputs,
-    TargetEntropy,
-    Term,
-    TermLoss,
-    teacher_logits,
-)
 from dino_ds.method.specs.ours import DINO, HEAD, LOCAL_WEIGHT, CenteringSpec, DinoSpec
 from dino_ds.models.base import CLS
 from dino_ds.models.fused import fused, fuses, log_sum_exp
@@ -47,7 +38,7 @@ class Centering(ABC):
     """Computes the shift. whole_step: whether it needs all micro-batches of a step at once; statistics: by name."""
 
     whole_step = False
-    statistics: Mapping[str, RunningMean] = MappingProxyType({})
+    statistics: Mapping[str, objective.RunningMean] = MappingProxyType({})
 
     @abstractmethod
     def shift(self, window: Sequence[Logits], temperature: float) -> Tensor:
@@ -61,7 +52,7 @@ class RunningCenter(Centering):
     """
 
     def __init__(self, name: str, prototypes: int, momentum: float, device: torch.device | str = "cpu") -> None:
-        self.center = RunningMean(prototypes, momentum, device)
+        self.center = objective.RunningMean(prototypes, momentum, device)
         self.statistics = {name: self.center}
 
     @torch.no_grad()
@@ -225,7 +216,7 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: float, local_weight
     return torch.stack(losses).mean()
 
 
-class DinoTerm(Term):
+class DinoTerm(objective.Term):
     """`dino_loss`, which the head computes with its logits, a few images at a time (`Prototypes`). FP32.
 
     The value is the same: cross-entropy is linear in its targets, so the targets for a student's crop are summed first,
@@ -250,16 +241,18 @@ class DinoTerm(Term):
         weighs_local: bool = False,
     ) -> None:
         self.teacher, self._weighs_local = teacher, weighs_local
-        self.needs = Needs(student=(DINO,), teachers={teacher: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
+        self.needs = objective.Needs(student=(DINO,), teachers={teacher: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
         self.student_temp, self.centering, self.teacher_crops = student_temp, centering, teacher_crops
-        self.entropies = {"teacher_entropy": TargetEntropy(prototypes)}
+        self.entropies = {"teacher_entropy": objective.TargetEntropy(prototypes)}
         if weighs_local:
             self.scalars = ("teacher_entropy", "dino_cross_entropy")
-            self.entropies = {"teacher_entropy": TargetEntropy(prototypes, "dino_cross_entropy")}
+            self.entropies = {"teacher_entropy": objective.TargetEntropy(prototypes, "dino_cross_entropy")}
         self.statistics, self.whole_step = centering.statistics, centering.whole_step
 
-    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:
-        logits = teacher_logits(window, self.teacher, DINO)
+    def targets(
+        self, window: Sequence[objective.Outputs], masks: Sequence[Masks], schedule: ScheduleValues
+    ) -> list[Comparison]:
+        logits = objective.teacher_logits(window, self.teacher, DINO)
         temperature = schedule.teacher_temp
         shift = self.centering.shift(logits, temperature)
         others = schedule.weights[LOCAL_WEIGHT] if self._weighs_local else 1.0
@@ -270,13 +263,15 @@ class DinoTerm(Term):
             for of_batch in logits
         ]
 
-    def loss(self, student: StudentOutputs, targets: Comparison, schedule: ScheduleValues) -> TermLoss:
+    def loss(
+        self, student: objective.StudentOutputs, targets: Comparison, schedule: ScheduleValues
+    ) -> objective.TermLoss:
         compared = student[DINO]
         assert isinstance(compared, Compared)
         scalars = {"teacher_entropy": compared.entropy}
         if self._weighs_local:
             scalars["dino_cross_entropy"] = compared.loss.detach() / compared.share
-        return TermLoss(compared.loss, scalars)
+        return objective.TermLoss(compared.loss, scalars)
 
 
 def build_dino(spec: DinoSpec, parts: TermParts) -> DinoTerm:

@@ -218,8 +218,8 @@ def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source:
             )
         if source.normalization != Normalization.of(recipe):
             raise ConfigError(
-                f"{source.name} was trained on images less {source.normalization}, and this run's have "
-                f"{Normalization.of(recipe)} removed: their EMA teacher can't replace it; {stays}"
+                f"{source.name} was trained on images with {source.normalization}, and this run's have "
+                f"{Normalization.of(recipe)}: the EMA teacher can't replace it; {stays}"
             )
     for resolution in recipe.resolutions:
         (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(resolution), spec.name))

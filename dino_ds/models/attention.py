@@ -110,12 +110,12 @@ class Attention(nn.Module):
         self, x: Tensor, packing: Packing, selection: Selection | None = None, tables: Sequence[Tensor] = ()
     ) -> Tensor:
         """x (tokens, d) -> (tokens, d), or (rows, d) for the selected rows alone. tables: RoPE's, one for each size."""
-        asking = packing if selection is None else selection.packing
+        query_packing = packing if selection is None else selection.packing
         if self.implementation == "varlen":
-            return self.proj(self._one_kernel(self.projected(x, packing, selection, tables), packing, asking))
-        later = tables and fuses_in_block(x)
-        projected = self.projected(x, packing, selection, () if later else tables)
-        return self.proj(self._size_by_size(projected, packing, asking, tables if later else ()))
+            return self.proj(self._one_kernel(self.projected(x, packing, selection, tables), packing, query_packing))
+        rotates_later = tables and fuses_in_block(x)
+        projected = self.projected(x, packing, selection, () if rotates_later else tables)
+        return self.proj(self._size_by_size(projected, packing, query_packing, tables if rotates_later else ()))
 
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
@@ -137,28 +137,28 @@ class Attention(nn.Module):
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
     def _size_by_size(
-        self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing, tables: Sequence[Tensor]
+        self, projected: tuple[Tensor, ...], packing: Packing, query_packing: Packing, tables: Sequence[Tensor]
     ) -> Tensor:
-        """Attend with one kernel call per size; `packing` is of keys and values, `asking` of queries. tables: RoPE's,
+        """Attend with one kernel call per size; `packing` is that of keys and values. tables: RoPE's,
         if queries and keys are not rotated yet."""
         groups = packing.groups
         if len(projected) == 1:
             pieces = _PerSize.apply(projected[0], groups, (2, 3), self.heads, *tables)
             triples = [pieces[i : i + 3] for i in range(0, len(pieces), 3)]
         else:
-            queries = _PerSize.apply(projected[0], asking.groups, (1, 1), self.heads, *tables)
+            queries = _PerSize.apply(projected[0], query_packing.groups, (1, 1), self.heads, *tables)
             pieces = _PerSize.apply(projected[1], groups, (1, 2), self.heads, *tables)
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
         outputs = [rearrange(F.scaled_dot_product_attention(*triple), "s h n c -> (s n) (h c)") for triple in triples]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
+    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing, query_packing: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (
             part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
         )
-        out = varlen_attn(q, k, v, asking.bounds, packing.bounds, asking.longest, packing.longest)
+        out = varlen_attn(q, k, v, query_packing.bounds, packing.bounds, query_packing.longest, packing.longest)
         assert isinstance(out, Tensor)
         return rearrange(out, "t h c -> t (h c)")
 

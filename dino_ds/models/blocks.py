@@ -55,7 +55,7 @@ class Block(nn.Module):
 
     @property
     def gammas(self) -> tuple[Tensor | None, Tensor | None]:
-        """LayerScale's parameters of the two branches; read only where no other rank has a part of them."""
+        """LayerScale's factors of the two branches, or None; not read under ZeRO 3, which partitions them."""
         first, second = (scale.gamma if isinstance(scale, LayerScale) else None for scale in (self.ls1, self.ls2))
         return first, second
 
@@ -109,8 +109,8 @@ def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None
 
 
 def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The rows of x, and x for the residual path; inverse: as in `Kept`. torch.compile adds the two gradients in one
-    pass by itself."""
+    """Return the given rows of x, and x itself for the residual path; inverse: as in `Kept`. torch.compile adds the two
+    gradients in one pass by itself."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x.index_select(0, rows), x
     gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)

@@ -21,7 +21,7 @@ from dino_ds.basics.ranges import TAKEN, added, device_kind, entered, rehearsing
 _LEAST_BYTES = 16 * 2**20
 """Size from which functions of a tensor inside a block are fused. A fused call takes 25 microseconds of the host, three
 plain operators take 6; fusing saves the GPU two passes over the tensor, which take as long at 3 TB/s. With a small
-network the GPU waits for the host. Not measured on a GPU: how busy it is, fused and not, decides."""
+network the GPU waits for the host. The size is reckoned from these numbers, not measured."""
 _PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch would stop at 8
 KernelListener = Callable[[int, float], AbstractContextManager[Any]]
 _listeners: list[KernelListener] = []

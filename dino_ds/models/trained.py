@@ -182,9 +182,9 @@ def keep_values(module: nn.Module) -> None:
         parameter.fp32_value = parameter.data
 
 
-def share_value(teachers: Tensor, students: Any) -> None:
+def share_value(teacher_weight: Tensor, student_weight: Any) -> None:
     """Make the FP32 value of a student's frozen weight and the teacher's weight one tensor, on the teacher's device."""
-    students.fp32_value = teachers.data = students.fp32_value.to(teachers.device)
+    student_weight.fp32_value = teacher_weight.data = student_weight.fp32_value.to(teacher_weight.device)
 
 
 def _frozen_in(module: nn.Module) -> list[Any]:

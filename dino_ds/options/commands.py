@@ -15,10 +15,10 @@ from dino_ds.config.ds_schema import KEYS, PASSED
 from dino_ds.config.fields import IMAGE_FORMS, AllowedCode, Amount, Count, Gib, Listed, Positive, option
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.schema import Option
+from dino_ds.config.stages import TrainOptions
 from dino_ds.errors import EXIT_CODES
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, declare_command, meaning, options
-from dino_ds.run.train_options import TrainOptions
 
 declare_command(
     TrainOptions,
@@ -28,7 +28,7 @@ declare_command(
     takes_ds=True,
     takes_request=True,
     needs_images=True,
-    ds_shown="the run's that is resumed; else the planner's for the GPUs, or ds_configs/zero0_fp32.json without",
+    ds_shown="that of a resumed run; else the planner's for these GPUs; without GPUs ds_configs/zero0_fp32.json",
 )
 
 
@@ -156,7 +156,7 @@ class BenchInferenceOptions:
     random: bool = option(False, "take MODEL as an architecture with random weights, at 224 pixels")
     batches: Listed[Count] = option((1, 4, 16, 64), "numbers of images of a call")
     size: Count | None = option(None, "pixels of a side, a multiple of the patch size", shown="the model's")
-    rounds: Count = option(200, "largest number of measured calls of each way")
+    rounds: Count = option(200, "largest number of measured calls of each variant")
     seconds: Positive = option(30.0, "seconds for each batch size, about; at least 5 rounds are made")
     warmup: Amount = option(3, "number of calls before the measured ones")
     threads: _Threads = 1
@@ -202,7 +202,7 @@ FIRST_KEYS = (
 """Options of `train`, and keys of the recipe, that a new user needs first: the short page shows only these."""
 _RULES = """\
 rules
-  a recipe says what is learned, the ds JSON how fast and on what hardware: another changes results by rounding alone
+  a recipe says what is learned, the ds JSON how fast and on what hardware: it changes results by rounding alone
   defaults < recipe file < command line; "extends: NAME" or "extends: FILE.yaml" in a file: it sets what differs
   a length is "100 epochs", "5000 steps" or "1e6 images", a bare number is steps; none (null in YAML) unsets a value
   --resume continues a run, --from RUN begins a stage with another one, --model.init_from takes weights alone
@@ -221,11 +221,10 @@ def help_text(words: list[str]) -> str:
 
 def _overview() -> str:
     first = [(line, "", about) for line, about in FIRST_DAY.items()]
-    groups = [
-        line
-        for group in GROUPS
-        for line in (group, *_rows([(command.name, "", command.summary) for command in _commands_of(group)]), "")
-    ]
+    groups = list[str]()
+    for group in GROUPS:  # a command with the heading's name comes first
+        commands = sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
+        groups += [group, *_rows([(command.name, "", command.summary) for command in commands]), ""]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
     usage = [
         "usage: dino-ds COMMAND [--option value ...]",
@@ -238,11 +237,6 @@ def _overview() -> str:
         "",
     ]
     return "\n".join([*usage, "exit codes", *_rows(codes), ""])
-
-
-def _commands_of(group: str) -> list[Command]:
-    """Return the commands under a heading, sorted by name; a command with the heading's name comes first."""
-    return sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
 
 
 def _short_page(command: Command) -> str:

@@ -63,7 +63,7 @@ class Command:
     """A command: its options, its function, and the files that the function wants.
 
     Args:
-        options: the class whose instance the function of `dino_ds.cli.commands` gets, besides `recipe`, `ds` and
+        options: the class whose instance the function of `dino_ds.cli.main` gets, besides `recipe`, `ds` and
             `ds_path` if it takes them.
         group: heading of help.
         recipe: default of --config, None for the schema's defaults.
@@ -164,7 +164,7 @@ Heads = Annotated[
     Count | None,
     Field(
         description="number of attention heads, for a file that does not state it",
-        json_schema_extra={"shown": "as usual"},
+        json_schema_extra={"shown": "as known networks of its width have"},
     ),
 ]
 
@@ -280,7 +280,7 @@ class PicturesOptions:
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
     out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
-    only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="those that say something")
+    only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="those that fit the network")
     allow_code: AllowedCode = None
     json: Json = False
 
@@ -296,7 +296,7 @@ class ExportOptions:
     backbone: str | None = option(
         None,
         "timm name or module:Class of a network other than a ViT, for a file that does not state it",
-        shown="known",
+        shown="recognized by its tensors",
     )
     allow_code: AllowedCode = None
     json: Json = False

@@ -23,11 +23,10 @@ from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.ds_schema import is_key, key_names, wrong_key
 from dino_ds.config.loading import key_elsewhere, load_recipe, recipe_names
 from dino_ds.config.schema import Option
-from dino_ds.config.stages import Request, holds_run, nothing_to_resume
+from dino_ds.config.stages import Request, TrainOptions, holds_run, nothing_to_resume
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
-from dino_ds.run.train_options import TrainOptions
 
 _MOST_RUNS = 5
 _NO_IMAGES = "no images are given: --data.root FOLDER, --data.source NAME, or --config quickstart for embedded photos"

@@ -18,18 +18,7 @@ from dino_ds.method.specs.own import accumulation_notes
 from dino_ds.models.specs.backbones import ALL, ViTSpec
 from dino_ds.options.commands import PlanOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.fit import (
-    FRAGMENTATION,
-    RECOMMENDED,
-    Fit,
-    check_new,
-    fit,
-    largest_micro_batch,
-    micro_batches,
-    recommend,
-    write_ds,
-)
-from dino_ds.planning.host import Cluster, checkpoint_bytes, describe_hours, host_bytes, named_gpu
+from dino_ds.planning import fit
 
 _WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
 _IMAGES = 1_000_000
@@ -47,8 +36,8 @@ def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_
     if ds is not None and options.write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
     if options.write:
-        check_new(Path(options.write))
-    cluster = Cluster(named_gpu(options.gpu, options.memory_gib), options.gpus, options.nodes)
+        fit.check_new(Path(options.write))
+    cluster = fit.Cluster(fit.named_gpu(options.gpu, options.memory_gib), options.gpus, options.nodes)
     batch, ranks = recipe.data.global_batch, cluster.world_size
     if batch % ranks:
         nearest = max(1, round(batch / ranks)) * ranks
@@ -58,14 +47,14 @@ def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_
         line = f"a stage alone: planned with {recipe.model.backbone}; --config RECIPE,STAGE takes its backbone"
         result["warnings"].append(line)
     if options.write:
-        write_ds(result["ds_config"], Path(options.write))
+        fit.write_ds(result["ds_config"], Path(options.write))
     result["written"] = options.write
     return result
 
 
-def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
-    best = recommend(recipe, cluster, cluster.gpu.memory_gib)
-    result = describe(recipe, best.ds, RECOMMENDED, cluster, best.fit)
+def _recommended(recipe: Recipe, cluster: fit.Cluster) -> dict[str, Any]:
+    best = fit.recommend(recipe, cluster, cluster.gpu.memory_gib)
+    result = describe(recipe, best.ds, fit.RECOMMENDED, cluster, best.fit)
     config = best.fit.config
     verdict = (
         f"recommended: {best.shape}, {config.precision}, micro-batch {config.micro_batch}: {best.fit.memory.gib:.1f} "
@@ -74,8 +63,8 @@ def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     return result | {"verdict": verdict, "warnings": []}
 
 
-def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> dict[str, Any]:
-    as_given = fit(recipe, ds, path, cluster.world_size, cluster.gpu.memory_gib)
+def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: fit.Cluster) -> dict[str, Any]:
+    as_given = fit.fit(recipe, ds, path, cluster.world_size, cluster.gpu.memory_gib)
     result = describe(recipe, ds, path, cluster, as_given)
     warnings = []
     if ds.get("fp16", {}).get("enabled") and cluster.gpu.bf16:
@@ -85,7 +74,7 @@ def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> d
     return result | {"verdict": _verdict(recipe, cluster, as_given, result), "warnings": warnings}
 
 
-def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[str, Any]) -> str:
+def _verdict(recipe: Recipe, cluster: fit.Cluster, as_given: fit.Fit, result: Mapping[str, Any]) -> str:
     """Answer in one line: it fits, it fits with a change, or it does not fit."""
     needs = f"{as_given.memory.gib:.1f} of {as_given.limit_gib:g} GiB"
     largest = result["max_micro_batch_of_global_batch"]
@@ -95,16 +84,16 @@ def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[st
         accumulation = recipe.data.global_batch // cluster.world_size // largest
         return f"fits with micro-batch {largest}, accumulation {accumulation}: as it is it needs {needs}"
     try:
-        other = recommend(recipe, cluster, as_given.limit_gib)
+        other = fit.recommend(recipe, cluster, as_given.limit_gib)
     except ConfigError as error:
         return f"does not fit: it needs {needs}; {error}"
     return f"does not fit: it needs {needs}; {other.shape} with micro-batch {other.fit.config.micro_batch} would"
 
 
-def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster, needed: Fit) -> dict[str, Any]:
+def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: fit.Cluster, needed: fit.Fit) -> dict[str, Any]:
     """Return the result of `dino-ds plan` without the verdict, as plain values for JSON."""
     world, config, batch = cluster.world_size, needed.config, recipe.data.global_batch
-    largest = largest_micro_batch(recipe, ds, path, world, cluster.gpu.memory_gib)
+    largest = fit.largest_micro_batch(recipe, ds, path, world, cluster.gpu.memory_gib)
     notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
     flops = sum(mean_flops(recipe, config, on_gpu=True).values()) * config.accumulation
     flops += student_facts(recipe).optimizer_flops / world
@@ -126,16 +115,16 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
         "moment": needed.memory.moment,
         "bytes_per_gpu": needed.memory.parts,
         "activation_bytes": _activations(recipe, config),
-        "bytes_per_node": host_bytes(recipe, config, cluster.gpus, world),
-        "checkpoint_bytes": checkpoint_bytes(recipe),
+        "bytes_per_node": fit.host_bytes(recipe, config, cluster.gpus, world),
+        "checkpoint_bytes": fit.checkpoint_bytes(recipe),
         "global_batch": batch,
         "micro_batch": config.micro_batch,
         "accumulation": config.accumulation,
         "max_micro_batch": largest,
-        "max_micro_batch_of_global_batch": max((n for n in micro_batches(batch, world) if n <= largest), default=0),
+        "max_micro_batch_of_global_batch": max((n for n in fit.micro_batches(batch, world) if n <= largest), default=0),
         "flops_per_gpu": flops,
-        "time": describe_hours(cluster.gpu, flops * steps, work),
-        "assumptions": {"fragmentation": FRAGMENTATION},
+        "time": fit.describe_hours(cluster.gpu, flops * steps, work),
+        "assumptions": {"fragmentation": fit.FRAGMENTATION},
         "ds_config": dict(ds),
         "ds_path": path,
         "notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)],

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.config.ds_schema import DsConfig
+from dino_ds.config.ds_schema import ChosenDsConfig, DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request
+from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters, share, student_facts
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.health.beat import Event
 from dino_ds.models.specs.backbones import ALL, describe_trained
-from dino_ds.planning.fit import FILLED, SMALL, micro_batches, recommend, with_batch, with_margins
-from dino_ds.planning.host import Cluster, Gpu, Machine, find_machine, needed_bytes
-from dino_ds.run.train_options import ChosenDsConfig, TrainOptions
+from dino_ds.planning import fit
 
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -53,7 +51,7 @@ def choose_ds_config(
 ) -> ChosenDsConfig:
     """Choose the ds config of a start of `train`, the same on all ranks; all must call it. `ds`, read from `ds_path`,
     is the one that the request names, or that of a machine without GPUs. Raises ConfigError."""
-    machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
+    machine = functools.reduce(fit.Machine.in_common, distributed.gather_objects(fit.find_machine()))
     before, saved = None, Path(options.run_dir) / "ds_config.json"
     continues = options.resume is not False and not request.names_ds_config
     with distributed.raise_on_all_ranks():
@@ -78,7 +76,7 @@ def choose_ds_config(
     memory = predict(recipe, start.config, machine)
     return ChosenDsConfig(
         config=start.config,
-        said="" if start.is_named else str(start),
+        reason="" if start.is_named else str(start),
         memory=_memory_line(memory),
         trained=_trained_part(recipe),
         predicted_gib=memory.gib if memory else None,
@@ -101,19 +99,19 @@ def _trained_part(recipe: Recipe) -> str:
     return describe_trained(recipe.model.trained, trained, count_parameters(recipe))
 
 
-def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:
+def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Machine) -> Start:
     """Return the start with the named ds config, or with the default of a machine without GPUs. Raises ConfigError."""
     return Start(ds, path, path, _resolve(recipe, ds, path, machine))
 
 
-def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: Machine) -> Start:
+def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: fit.Machine) -> Start:
     """Return the start with the planner's ds config for these GPUs, and `overrides` of its keys. Raises ConfigError,
     also if nothing fits."""
     assert machine.card_gib is not None
-    card, path = Gpu("a GPU", machine.card_gib, bf16=machine.bf16), "the planner's choice"
-    cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node))
+    card, path = fit.Gpu("a GPU", machine.card_gib, bf16=machine.bf16), "the planner's choice"
+    cluster = fit.Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node))
     try:
-        best = recommend(recipe, cluster, FILLED * machine.card_gib)
+        best = fit.recommend(recipe, cluster, fit.FILLED * machine.card_gib)
     except NotEstimated as error:
         raise ConfigError(f"{error}, so no ds config can be chosen: name one with --ds_config") from None
     ds = _changed(best.ds, path, overrides)
@@ -122,7 +120,7 @@ def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: Machine
 
 
 def resumed_start(
-    recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, Any], machine: Machine
+    recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, Any], machine: fit.Machine
 ) -> Start:
     """Return the start of a resumed run with `saved`, its folder's ds JSON: precision and stage stay, and as far as the
     number of ranks and the global batch allow, the micro-batch. Raises ConfigError."""
@@ -135,7 +133,7 @@ def resumed_start(
     )
     size = next((size for size in range(min(before, images), 0, -1) if images % size == 0), images)
     if not rest:
-        ds = with_batch(ds, size, images // size)
+        ds = fit.with_batch(ds, size, images // size)
         zero = ds.get("zero_optimization", {})
         if saved.get("train_batch_size", 0) != before * accumulation * machine.ranks:
             # What was chosen for another number of ranks: buckets, and whether communication overlaps.
@@ -155,12 +153,12 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> 
     return change_ds_config(kept, path, overrides)
 
 
-def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
+def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Machine) -> DsConfig:
     batch = recipe.data.global_batch
     return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, count_parameters(recipe))
 
 
-def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
+def predict(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> Memory | None:
     """Predict the memory of a rank as training will measure it, without the planner's margins; None for a backbone
     without an estimate."""
     try:
@@ -169,15 +167,15 @@ def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None
         return None
 
 
-def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
+def check_fits(recipe: Recipe, start: Start, machine: fit.Machine) -> None:
     """Raises ConfigError, with what does fit, if the predicted memory is more than a GPU or the host has."""
     if problem := _problem(recipe, start.config, machine):
         cure = _fitting_options(recipe, start, machine) or "take a smaller model, smaller crops or fewer prototypes"
-        small = f"the recipe for small images, --config {SMALL}"
+        small = f"the recipe for small images, --config {fit.SMALL}"
         raise ConfigError(f"{start.path} {problem}: {cure}, or {small}; --allow_oversize starts it all the same")
 
 
-def _fitting_options(recipe: Recipe, start: Start, machine: Machine) -> str:
+def _fitting_options(recipe: Recipe, start: Start, machine: fit.Machine) -> str:
     """What to change so that the recipe fits: the planner's ds config in place of a named one, else the largest
     micro-batch that fits without recomputation, else with it; "" if nothing fits."""
     if start.is_named and machine.card_gib is not None:
@@ -185,7 +183,7 @@ def _fitting_options(recipe: Recipe, start: Start, machine: Machine) -> str:
             if not _problem(recipe, planned_start(recipe, {}, machine).config, machine):
                 return "leave --ds_config out, for one that the planner chooses"
     images, batch = recipe.data.global_batch // machine.ranks, recipe.data.global_batch
-    smaller = [size for size in micro_batches(batch, machine.ranks) if size < start.config.micro_batch]
+    smaller = [size for size in fit.micro_batches(batch, machine.ranks) if size < start.config.micro_batch]
     recomputed = {"activation_checkpointing.number_checkpoints": "auto"}
 
     def fits(changes: Mapping[str, Any]) -> bool:
@@ -201,7 +199,7 @@ def _fitting_options(recipe: Recipe, start: Start, machine: Machine) -> str:
     return ""
 
 
-def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
+def _problem(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> str:
     """Return which memory is too small, in words that follow the config's name; "" if both are large enough."""
     memory, here = predict(recipe, config, machine), machine.ranks_per_node
     if memory is None:
@@ -209,10 +207,10 @@ def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
     if machine.card_gib is None:
         host, ranks = memory.gib * here, f" for {here} ranks" if here > 1 else ""
     else:
-        gib = with_margins(memory, machine.ranks).gib
+        gib = fit.with_margins(memory, machine.ranks).gib
         if gib > machine.card_gib:
             return f"needs {gib:.1f} GiB by prediction, and the GPU has {machine.card_gib:.1f}"
-        host, ranks = needed_bytes(recipe, config, here, machine.ranks) / GIB, ""
+        host, ranks = fit.needed_bytes(recipe, config, here, machine.ranks) / GIB, ""
     if host > machine.host_gib:
         room = f"{machine.host_gib:.1f}{'' if machine.card_gib else ' to take (90 % of what is free)'}"
         return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {room}"

@@ -15,7 +15,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.tracking import RESULTS
 from dino_ds.health.processes import RunLock
 from dino_ds.method.specs.own import known_terms, teachers_of, terms_of
-from dino_ds.report.charts import Metrics, curves_before, read_metrics
+from dino_ds.report.html import Metrics, curves_before, read_metrics
 
 T = TypeVar("T")
 MOST_OF_A_KIND = 50

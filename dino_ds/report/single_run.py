@@ -30,21 +30,8 @@ from dino_ds.evals.tracking import MOST_SHARED, SHARED
 from dino_ds.models.specs.backbones import ALL
 from dino_ds.options.commands import ReportOptions
 from dino_ds.options.definition import Result
-from dino_ds.report.charts import (
-    EVALUATED,
-    LARGE,
-    SHARE,
-    Curve,
-    Metrics,
-    find_others,
-    find_series,
-    find_shares,
-    knn_chart,
-    loss_chart,
-    summarize_knn,
-)
+from dino_ds.report import html
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles, read_run
-from dino_ds.report.html import Tag, build_document, draw_chart, embedded_file, render
 
 _NOISE, _FALL = 1.0, 0.2
 """_NOISE: difference in accuracy that may be noise, in points. _FALL: share of the gain whose loss is reported."""
@@ -80,9 +67,9 @@ def run(options: ReportOptions) -> Result:
     _check_out(page, folder)
     files = read_run(folder)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    foot = render("foot.html", version=__version__, today=today, folders=[str(folder.resolve())])
+    foot = html.render("foot.html", version=__version__, today=today, folders=[str(folder.resolve())])
     try:
-        replace_file(page, build_document(files.name, draw_run(files) + foot))
+        replace_file(page, html.build_document(files.name, draw_run(files) + foot))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
     facts = summarize(files)
@@ -126,8 +113,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
-        **{key: _last(metrics[key]) for key in find_others(metrics) if not key.startswith(EVALUATED)},
-        "knn": summarize_knn(metrics),
+        **{key: _last(metrics[key]) for key in html.find_others(metrics) if not key.startswith(html.EVALUATED)},
+        "knn": html.summarize_knn(metrics),
         "best": run.best or None,
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": float(waits.mean()) if len(waits) else None,
@@ -200,7 +187,7 @@ def describe_network(run: RunFiles) -> str:
     return f"{model.backbone}, {model.spec().sizes}; {weights}"
 
 
-def training_seconds(metrics: Metrics) -> float | None:
+def training_seconds(metrics: html.Metrics) -> float | None:
     """Return the seconds in the run's own steps, without evaluations and pauses: images / (images per second), summed
     over lines."""
     images, rate = metrics.images, metrics["images_per_second"]
@@ -211,18 +198,18 @@ def training_seconds(metrics: Metrics) -> float | None:
     return float(seconds[np.isfinite(seconds)].sum())
 
 
-def mean_rate(metrics: Metrics) -> float | None:
+def mean_rate(metrics: html.Metrics) -> float | None:
     """Return the images per second of all training steps, without evaluations and pauses."""
     seconds, images = training_seconds(metrics), _last(metrics.images)
     return images / seconds if seconds and images else None
 
 
-def _last(curve: Curve) -> float | None:
+def _last(curve: html.Curve) -> float | None:
     """Return the last value, or None if there is none or it is not finite."""
     return curve.last if math.isfinite(curve.last) else None
 
 
-def _count(curve: Curve) -> int | None:
+def _count(curve: html.Curve) -> int | None:
     value = _last(curve)
     return None if value is None else int(value)
 
@@ -232,11 +219,11 @@ def draw_run(run: RunFiles) -> str:
     level, verdict = judge_run(run, facts["knn"])
     step, planned = facts["step"], facts["planned_steps"]
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
-    return render(
+    return html.render(
         "run.html",
         run=run,
         facts=facts,
-        state=Tag(f"{_STATES[facts['state']]}{at}", f"state {facts['state']}"),
+        state=html.Tag(f"{_STATES[facts['state']]}{at}", f"state {facts['state']}"),
         images=_images(run),
         level=level,
         verdict=verdict,
@@ -262,7 +249,7 @@ def _images(run: RunFiles) -> str:
     if count is None or root is None:
         return "images whose number is not known"
     words = f"{count:,} images {'of' if run.recipe and root == run.recipe.data.source else 'in'} {root}"
-    shares = {key.removeprefix(SHARE): run.metrics[key].y for key in find_shares(run.metrics.curves)}
+    shares = {key.removeprefix(html.SHARE): run.metrics[key].y for key in html.find_shares(run.metrics.curves)}
     achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
     return words + (f" (drawn: {achieved})" if achieved else "")
 
@@ -305,16 +292,16 @@ def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
     ]
 
 
-def _charts(metrics: Metrics) -> dict[str, Any]:
+def _charts(metrics: html.Metrics) -> dict[str, Any]:
     """Draw the charts in the order of the page; small ones of curves that change."""
-    drawn = [one for one in find_series(metrics) if not one.curve(metrics).constant]
+    drawn = [one for one in html.find_series(metrics) if not one.curve(metrics).constant]
     large = {
-        "learning": [knn_chart(metrics), loss_chart(metrics)],
-        "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
+        "learning": [html.knn_chart(metrics), html.loss_chart(metrics)],
+        "speed": [series.chart(metrics, small=False) for series in html.LARGE[2:]],
     }
     return {
-        **{name: [svg for chart in charts if (svg := draw_chart(chart))] for name, charts in large.items()},
-        "others": [svg for series in drawn if (svg := draw_chart(series.chart(metrics)))],
+        **{name: [svg for chart in charts if (svg := html.draw_chart(chart))] for name, charts in large.items()},
+        "others": [svg for series in drawn if (svg := html.draw_chart(series.chart(metrics)))],
     }
 
 
@@ -357,7 +344,7 @@ def _step_of(path: Path, folder: Path) -> str:
 def _picture(path: Path, caption: str) -> dict[str, Any]:
     """Embed one picture; return an `error` instead for a file that can't be read."""
     try:
-        address, (wide, high) = embedded_file(path, _WIDTH)
+        address, (wide, high) = html.embedded_file(path, _WIDTH)
     except (OSError, ValueError) as error:
         return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}"}
     is_wide = wide > _WIDE_FROM * high
@@ -384,7 +371,11 @@ def _incidents(run: RunFiles) -> dict[str, Any]:
     return {
         "header": ("UTC", "", ""),
         "rows": [
-            (each.time, Tag(each.kind, f"incident {LEVELS[each.kind]}"), each.line.removeprefix(each.kind).lstrip())
+            (
+                each.time,
+                html.Tag(each.kind, f"incident {LEVELS[each.kind]}"),
+                each.line.removeprefix(each.kind).lstrip(),
+            )
             for each in events.incidents
         ],
         "counts": "; ".join(f"{name} {number(count)}" for name, count in events.counts.items()),
@@ -392,13 +383,13 @@ def _incidents(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def changed_settings(run: RunFiles) -> list[tuple[Tag, str, str, str]]:
+def changed_settings(run: RunFiles) -> list[tuple[html.Tag, str, str, str]]:
     """Return key, value, default and description of every setting that differs from the default."""
     if run.recipe is None:
         return []
     values, defaults = flat_values(run.recipe), flat_values(Recipe())
     return [
-        (Tag(key, tag="code"), show_plain(values[key]), show_plain(defaults[key]), option.description)
+        (html.Tag(key, tag="code"), show_plain(values[key]), show_plain(defaults[key]), option.description)
         for option in recipe_options()
         for key in [option.name]
         if values[key] != defaults[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,9 +15,10 @@ from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import MicroStep
 from dino_ds.run.reports import BadSteps, Reports, constant_images, part_shares
-from dino_ds.run.run import PeriodicTask, Run, StepContext
-from dino_ds.run.saver import SaveClock, Saver
-from dino_ds.run.stop import StopRequests
+from dino_ds.run.run import PeriodicTask, Run, SaveClock, Saver, StepContext
+
+if TYPE_CHECKING:
+    from dino_ds.run.guards import StopRequests
 
 
 class Loop:

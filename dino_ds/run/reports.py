@@ -22,8 +22,7 @@ from dino_ds.errors import DataError, NumericError
 from dino_ds.health.beat import Event, append_line
 from dino_ds.method.step import MicroStep
 from dino_ds.run.metrics import Clock, Meter
-from dino_ds.run.run import Run
-from dino_ds.run.saver import Saver
+from dino_ds.run.run import Run, Saver
 
 NEAR = 0.02
 """Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""
@@ -365,7 +364,7 @@ class Reports:
             "weight_decay": schedule.weight_decay,
             "teacher_momentum": schedule.teacher_momentum,
             **{f"{name}_momentum": momentum for name, momentum in schedule.momenta.items()},
-            **{f"{name}_weight": schedule.weights[name] for name in run.step.schedules.moving_weights},
+            **{f"{name}_weight": schedule.weights[name] for name, w in run.step.schedules.weights.items() if w.moves},
             "teacher_temp": schedule.teacher_temp,
             "grad_norm": run.step.engine.grad_norm,
             "loss_scale": run.step.engine.loss_scale,

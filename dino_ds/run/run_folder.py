@@ -120,7 +120,7 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
 
 
-class OtherImages:
+class ImageComparison:
     """Compares the images of this start with a checkpoint's; if `allowed`, they may change schedules."""
 
     def __init__(self, recipe: Recipe, now: ImageSet, allowed: bool) -> None:

@@ -19,17 +19,10 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import Normalization, Stated
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
+from dino_ds.weights import sidecar
 from dino_ds.weights.layouts import Weights, check_numbers
 from dino_ds.weights.load import describe
 from dino_ds.weights.read import checkpoint_of, find_weights, is_checkpoint, network_parts
-from dino_ds.weights.sidecar import (
-    normalization_of,
-    notes_on_mean,
-    open_checkpoint,
-    range_of,
-    recipe_of,
-    stated_normalization,
-)
 from dino_ds.weights.start import channels_of, read_start
 
 _CENTERS = ("center", "ibot_center")
@@ -108,8 +101,8 @@ def find_frozen(source: str, key: str = "teacher.source", heads: int | None = No
 
 
 def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
-    saved = open_checkpoint(folder, WHOLE)
-    manifest, whole, recipe = saved.manifest, saved.whole(), recipe_of(saved.manifest)
+    saved = sidecar.open_checkpoint(folder, WHOLE)
+    manifest, whole, recipe = saved.manifest, saved.whole(), sidecar.recipe_of(saved.manifest)
     heads = network_parts(saved)
     backbone = heads.pop("backbone")
     check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
@@ -139,9 +132,9 @@ def _of_weights(source: str, heads: int | None) -> FrozenSource:
         network.interpolation,
         weights.backbone,
         weights.heads,
-        normalization_of(weights.about, network.spec.in_chans),
-        range_of(weights.about),
-        notes=[*weights.notes, *network.notes, *notes_on_mean(weights.about, network.spec.in_chans)],
+        sidecar.normalization_of(weights.about, network.spec.in_chans),
+        sidecar.range_of(weights.about),
+        notes=[*weights.notes, *network.notes, *sidecar.notes_on_mean(weights.about, network.spec.in_chans)],
     )
 
 
@@ -159,9 +152,9 @@ def stated_images(recipe: Recipe) -> Stated:
     for by, read in reads.items():
         with naming(by):
             weights = read()
-            stated = stated_normalization(weights.about, channels_of(weights))
+            stated = sidecar.stated_normalization(weights.about, channels_of(weights))
             if stated is not None:
-                return Stated(by, stated.for_channels(model.in_chans), range_of(weights.about))
+                return Stated(by, stated.for_channels(model.in_chans), sidecar.range_of(weights.about))
     return Stated()
 
 

@@ -141,7 +141,8 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> layouts.Weights:
     with naming(folder):
         parts = network_parts(saved)
         backbone = parts.pop("backbone")
-        facts = sidecar.about_checkpoint(saved.manifest)
+        about = saved.manifest
+        facts = sidecar.about_teacher(sidecar.recipe_of(about), about.frozen_teacher, about.step, about.versions)
     weights = replace(network_weights(folder, backbone, facts, asked), heads=parts)
     weights.check_numbers(folder)
     return weights

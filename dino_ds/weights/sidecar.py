@@ -188,11 +188,6 @@ def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
     }
 
 
-def about_checkpoint(saved: Manifest) -> dict[str, Any]:
-    """The content that teacher.json would have, written from this checkpoint. Raises CheckpointError."""
-    return about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
-
-
 def recipe_of(saved: Manifest) -> Recipe:
     """The recipe that a checkpoint was saved with. Raises CheckpointError where it is none."""
     try:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.checkpoint.folder import Checkpoints, Choice
+from dino_ds.checkpoint.folder import Checkpoints, Choice, Saving
 from dino_ds.checkpoint.manifest import SavedCheckpoint
-from dino_ds.checkpoint.saving import Saving
 from dino_ds.engine import distributed
 from dino_ds.engine.distributed import RankFlags
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from dino_ds.basics.files import replace_file, replacing_folder
+from dino_ds.checkpoint import folder as checkpoint_folder
 from dino_ds.checkpoint import manifest as checkpoint_files
 from dino_ds.checkpoint import manifest as checkpoint_writing
-from dino_ds.checkpoint import saving as checkpoint_saving
 from dino_ds.checkpoint.manifest import FileRecord, checksum, is_plain_file, write_tensors
 from dino_ds.engine import distributed
 from dino_ds.errors import OutOfMemory, StorageError
@@ -195,7 +195,7 @@ class TestFullDisk:
 
     def test_too_little_space_is_seen_before_anything_is_written(self, tmp_path, monkeypatch):
         run = SmallRun(tmp_path, background=False).train()
-        monkeypatch.setattr(checkpoint_saving, "_SPARE_BYTES", 2**60)
+        monkeypatch.setattr(checkpoint_folder, "_SPARE_BYTES", 2**60)
         run.save()
         assert "MB needed" in run.said[0] and folders(tmp_path) == []
 
@@ -204,8 +204,8 @@ class TestFullDisk:
         """Two checkpoints of 1.6 MB on a disk of a few MiB; without the check of free space, writing meets its end."""
         mount_disk(tmp_path, 1024 * mib)
         try:
-            monkeypatch.setattr(checkpoint_saving, "_SPARE_FRACTION", -1.0)
-            monkeypatch.setattr(checkpoint_saving, "_SPARE_BYTES", 0)
+            monkeypatch.setattr(checkpoint_folder, "_SPARE_FRACTION", -1.0)
+            monkeypatch.setattr(checkpoint_folder, "_SPARE_BYTES", 0)
             run = SmallRun(tmp_path, keep=2, background=False, numel=200_000).train()
             with contextlib.suppress(StorageError):
                 for _ in range(4):

@@ -15,7 +15,7 @@ from dino_ds.config.stages import Request
 from dino_ds.errors import ConfigError, DataError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning.bench import trials
+from dino_ds.planning.bench import tune as search
 from dino_ds.planning.measure import ChildFailed, ChildOutOfMemory, ChildResult
 from tests.planning.measure.tiny import TINY
 
@@ -58,9 +58,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
-    monkeypatch.setattr(trials.measure, "run_in_child", made)
+    monkeypatch.setattr(search.measure, "run_in_child", made)
     monkeypatch.setattr("dino_ds.planning.bench.tune.usable_cores", lambda: [0, 1, 2, 3])
-    monkeypatch.setattr(trials, "_busy_seconds", lambda: 0.0)
+    monkeypatch.setattr(search, "_busy_seconds", lambda: 0.0)
     return made
 
 
@@ -88,7 +88,7 @@ def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
     assert "this device has no fp16" in facts["skipped"]["zero2_fp16"]
     page = (tmp_path / "tune.html").read_text()
     assert page.count("<svg") == 3 and "Levers" in page and json.loads((tmp_path / "tune.json").read_text())["result"]
-    assert "made up" not in page and "not believed" not in page
+    assert "made up" not in page and "not reliable" not in page
 
 
 def test_the_printed_command_gives_the_settings_that_were_found(machine, tmp_path):
@@ -129,15 +129,15 @@ def test_what_is_within_the_spread_is_equal_and_the_smaller_micro_batch_is_taken
 def test_what_is_no_faster_than_the_settings_as_given_is_not_recommended(machine, tmp_path):
     given = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
     facts = _tune(tmp_path, ds="ds_configs/zero2_bf16.json", ds_changes=given, changes={"data.workers": "2"}).data
-    assert "nothing is faster" in facts["verdict"] and "--data.workers 2" in facts["command"]
+    assert "no setting is faster" in facts["verdict"] and "--data.workers 2" in facts["command"]
     assert "--ds.train_micro_batch_size_per_gpu 16" in facts["command"]
 
 
 def test_what_was_measured_beside_other_programs_is_not_believed(machine, tmp_path, monkeypatch):
     times = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(trials, "_busy_seconds", lambda: float(next(times)))
+    monkeypatch.setattr(search, "_busy_seconds", lambda: float(next(times)))
     facts = _tune(tmp_path, changes={"data.global_batch": "16"}).data
-    assert facts["verdict"].startswith("not believed") and "checkpointing" in facts["command"]
+    assert facts["verdict"].startswith("not reliable") and "checkpointing" in facts["command"]
 
 
 def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path):

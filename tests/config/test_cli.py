@@ -19,9 +19,10 @@ import pytest
 import dino_ds.cli.main as cli
 from dino_ds import __version__
 from dino_ds.basics.names import words_elsewhere
-from dino_ds.cli.commands import _surely_lacks_fp16, function_of
+from dino_ds.cli.main import _surely_lacks_fp16, function_of
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
+from dino_ds.config.stages import TrainOptions
 from dino_ds.engine.process import fp16_supported
 from dino_ds.errors import CheckpointError
 from dino_ds.evals.context import Settings
@@ -39,7 +40,6 @@ from dino_ds.options.commands import (
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.report.pictures import KINDS
-from dino_ds.run.train_options import TrainOptions
 from dino_ds.weights.export import FORMATS
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     stub.train = lambda options, **files: found.append((options, files))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dino_ds.train", stub)
     monkeypatch.setattr(cli, "check_torchvision", lambda: None)
-    monkeypatch.setattr("dino_ds.cli.commands.check_may_begin", lambda *_: None)  # the folders here hold no runs
+    monkeypatch.setattr("dino_ds.cli.main.check_may_begin", lambda *_: None)  # the folders here hold no runs
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found

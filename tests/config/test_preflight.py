@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import dino_ds
-import dino_ds.cli.commands as preflight
+import dino_ds.cli.main as preflight
+from dino_ds.basics import machine
 from dino_ds.basics.files import cache_folder
-from dino_ds.engine import rank_variables
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 
@@ -77,13 +77,13 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
     ],
 )
 def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatch):
-    monkeypatch.setattr(rank_variables, "_RESOLVE_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "_RESOLVE_SECONDS", 0.0)
     given = {name: value for name, value in (_RANK | changes).items() if value is not None}
     if says is None:
-        rank_variables.check_ranks(given)
+        machine.check_ranks(given)
         return
     with pytest.raises(ConfigError) as caught:
-        rank_variables.check_ranks(given)
+        machine.check_ranks(given)
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 

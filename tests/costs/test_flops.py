@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.recorder import FORMULAS
-from dino_ds.costs.rehearse import expected_hidden
+from dino_ds.costs.rehearse import FORMULAS, expected_hidden
 from dino_ds.costs.step_costs import frozen_spec, mean_flops, model_flops, student_facts
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.engine.optim import build_optimizer

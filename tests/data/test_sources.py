@@ -20,7 +20,7 @@ import dino_ds.data
 from dino_ds.basics.own_code import allow_code
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import load_recipe
-from dino_ds.data import datasets
+from dino_ds.data import sources
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
@@ -83,9 +83,9 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
 
 def test_train_and_test_patches_share_no_pixel(monkeypatch):
     columns = np.broadcast_to((np.arange(200) * 255 // 199).astype(np.uint8), (256, 200))
-    monkeypatch.setattr(datasets, "_load_photos", lambda: iter([("ramp", Image.fromarray(columns).convert("RGB"))]))
-    monkeypatch.setattr(datasets, "_SIDES", (40, 56))
-    train, test = datasets.PhotoPatches("train"), datasets.PhotoPatches("test")
+    monkeypatch.setattr(sources, "_load_photos", lambda: iter([("ramp", Image.fromarray(columns).convert("RGB"))]))
+    monkeypatch.setattr(sources, "_SIDES", (40, 56))
+    train, test = sources.PhotoPatches("train"), sources.PhotoPatches("test")
     assert max(np.asarray(train.load(i)).max() for i in range(len(train))) <= 0.6 * 255
     assert min(np.asarray(test.load(i)).min() for i in range(len(test))) >= 0.7 * 255 - 1
 
@@ -112,7 +112,7 @@ def test_the_photographs_are_never_taken_for_images_that_are_named(tmp_path):
 
 
 def test_torchvision_sets_that_are_not_there(tmp_path):
-    for source in datasets.TORCHVISION_SETS:
+    for source in sources.TORCHVISION_SETS:
         with pytest.raises(DataError, match=f"{source} is not under {tmp_path}.*--data.download true") as caught:
             build_source(source, str(tmp_path), "train", False)
         assert "\n" not in str(caught.value)
@@ -152,7 +152,7 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
             raise RuntimeError("Dataset not found.\nYou can use download=True to download it")
         return [Fake([(Image.new("L", (4, 4), 9), 0), (None, 1)])]
 
-    monkeypatch.setattr(datasets, "_build", build)
+    monkeypatch.setattr(sources, "_build", build)
     with pytest.raises(DataError, match=r"--data\.download true; for .*--data\.source folder \(.*Dataset not found"):
         build_source("cifar10", str(tmp_path), "train", False)
     assert calls == [False]
@@ -166,7 +166,7 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
 
 def test_the_recipe_knows_these_sources():
     """The schema names them without importing torchvision."""
-    assert set(SOURCES) == {"folder", "photos", *datasets.TORCHVISION_SETS}
+    assert set(SOURCES) == {"folder", "photos", *sources.TORCHVISION_SETS}
 
 
 DOCS = Path(__file__).parent.parent.parent / "docs/data.md"

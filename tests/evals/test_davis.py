@@ -10,18 +10,23 @@ import pytest
 import torch
 from PIL import Image
 
-import dino_ds.evals.landmarks as module
+import dino_ds.evals.benchmarks as module
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.davis import (
+from dino_ds.evals.benchmarks import (
     LabelPropagation,
+    QueryAnswers,
     boundary_similarity,
     davis,
+    describe_at_scales,
     frame_sides,
     hard_labels,
     judge_masks,
+    landmark_map,
+    oxford,
+    paris,
+    read_ground_truth,
     region_similarity,
 )
-from dino_ds.evals.landmarks import QueryAnswers, describe_at_scales, landmark_map, oxford, paris, read_ground_truth
 from dino_ds.evals.suite import find_evaluation
 from tests.evals.tiny import clips, context_of, label_map, landmarks
 from tests.ranks import run_on_ranks

@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from dino_ds.data.datasets import PhotoPatches
 from dino_ds.data.images import UnreadableImage
+from dino_ds.data.sources import PhotoPatches
 from dino_ds.examples import finetune_classification, finetune_segmentation
 from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import VITS

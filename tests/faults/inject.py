@@ -150,7 +150,7 @@ def at_call(rank: int, method: str, number: int, on: tuple[int, ...], do: Act) -
 def held(rank: int, step: int, on: tuple[int, ...]) -> None:
     """Step `step` is not computed before the run is asked to stop, or the test says `Job.go_on`: whatever happens to
     it from outside happens in mid-run, however slow the machine is."""
-    from dino_ds.run.stop import StopRequests
+    from dino_ds.run.guards import StopRequests
 
     install, asked = StopRequests.install, []
 
@@ -170,7 +170,7 @@ def held(rank: int, step: int, on: tuple[int, ...]) -> None:
 @planned
 def forwarded_within(rank: int, seconds: float) -> None:
     """A second signal is the first one, forwarded, for so long."""
-    importlib.import_module("dino_ds.run.stop").FORWARDED_SECONDS = seconds
+    importlib.import_module("dino_ds.run.guards").FORWARDED_SECONDS = seconds
 
 
 @planned

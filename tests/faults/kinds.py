@@ -159,7 +159,7 @@ MEMORY = [
     ),
     Kind(
         "out of memory in a save", (7, 7), "out of memory in saving after",
-        at_call("dino_ds.run.saver:Saver.save", 2, (0,), inject.allocate_in_python),
+        at_call("dino_ds.run.run:Saver.save", 2, (0,), inject.allocate_in_python),
     ),
     Kind(
         "more predicted than there is", (2, 2), "of host memory by prediction",

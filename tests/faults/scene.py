@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from dino_ds.health.records import Heartbeats
+from dino_ds.health.beat import Heartbeats
 from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
 from tests.faults.inject import SLOW

@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.health.beat import Beat, Disk
-from dino_ds.health.monitor import Failures, is_connection_error
-from dino_ds.health.processes import STALE_SECONDS, RunLock, Standstill, machine
-from dino_ds.health.records import (
+from dino_ds.health.beat import (
+    Beat,
+    Disk,
     Failure,
     Heartbeat,
     Heartbeats,
@@ -30,6 +29,8 @@ from dino_ds.health.records import (
     last_checkpoint,
     last_checkpoint_step,
 )
+from dino_ds.health.monitor import Failures, is_connection_error
+from dino_ds.health.processes import STALE_SECONDS, RunLock, Standstill, machine
 
 HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
 

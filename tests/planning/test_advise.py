@@ -34,7 +34,7 @@ from dino_ds.planning.advise import (
     small_momentum,
     ways,
 )
-from dino_ds.run.announcement import few_images
+from dino_ds.run.beginning import few_images
 from tests.run.harness import REPOSITORY, image_folder
 
 

@@ -17,8 +17,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.costs.step_costs import count_parameters, frozen_spec, student_facts
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.planning.fit import fit
-from dino_ds.planning.host import checkpoint_bytes
+from dino_ds.planning.fit import checkpoint_bytes, fit
 
 LARGE = "--config", "vitl16", "--model.depth", "2"
 

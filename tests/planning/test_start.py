@@ -23,25 +23,25 @@ from dino_ds.planning import doctor
 from dino_ds.planning.doctor import read_hostfile
 from dino_ds.planning.fit import (
     FILLED,
+    GPUS,
     SHAPES,
+    Cluster,
+    Gpu,
+    Machine,
+    checkpoint_bytes,
+    describe_hours,
     ds_of,
+    find_gpu,
+    find_machine,
     fit,
     fit_with,
+    host_bytes,
     largest_micro_batch,
     micro_batches,
     recommend,
     write_ds,
 )
-from dino_ds.planning.host import GPUS, Cluster, Gpu, checkpoint_bytes, describe_hours, find_gpu, host_bytes
-from dino_ds.planning.start import (
-    Machine,
-    check_fits,
-    choose_ds_config,
-    find_machine,
-    named_start,
-    planned_start,
-    resumed_start,
-)
+from dino_ds.planning.start import check_fits, choose_ds_config, named_start, planned_start, resumed_start
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, train_tiny
 
@@ -56,12 +56,12 @@ def _given(name, machine=RTX3090, recipe="vits16", **changes):
 
 def test_the_default_recipe_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     """As `train` decides it, and by the same prediction that `plan` gives."""
-    monkeypatch.setattr(start_module, "find_machine", lambda: RTX3090)
+    monkeypatch.setattr(start_module.fit, "find_machine", lambda: RTX3090)
     words = ["--data.root", "/images", "--run_dir", str(tmp_path / "run")]
     options, files = read(TRAIN, parse_flags(TRAIN, words))
     recipe = files.pop("recipe")
     chosen = choose_ds_config(recipe, options, **files)
-    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", chosen.said)
+    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", chosen.reason)
     planned = planned_start(recipe, {}, RTX3090)
     again = fit(recipe, planned.ds, planned.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == chosen.config
@@ -154,7 +154,7 @@ def test_a_resumed_run_keeps_its_precision_on_other_ranks():
 
 def _train(images, run, card_gib, **options):
     mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
-    with mock.patch.object(start_module, "find_machine", return_value=mine):
+    with mock.patch.object(start_module.fit, "find_machine", return_value=mine):
         return train_tiny(images, run, ds_overrides={}, predicts=True, **options)
 
 

@@ -19,7 +19,6 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.definition import PicturesOptions
 from dino_ds.report import draw, html
-from dino_ds.report.charts import EMPTY, Chart, Curve, Line, read_metrics
 from dino_ds.report.draw import (
     Sheet,
     draw_attention,
@@ -32,7 +31,7 @@ from dino_ds.report.draw import (
     place,
     png_of,
 )
-from dino_ds.report.html import COLORS, _plot, chart_svg
+from dino_ds.report.html import COLORS, EMPTY, Chart, Curve, Line, _plot, chart_svg, read_metrics
 from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
 from dino_ds.weights.export import FORMATS
 from tests.report.runs import assert_inside

@@ -16,8 +16,8 @@ from dino_ds.health.beat import Event
 from dino_ds.health.processes import RunLock
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
-from dino_ds.report.charts import Curve, Metrics, summarize_knn
 from dino_ds.report.folder import read_events, read_run
+from dino_ds.report.html import Curve, Metrics, summarize_knn
 from dino_ds.report.single_run import draw_run, judge_run, mean_rate, run, summarize
 from tests.report.runs import DONE, EVALUATIONS, knn, make_run, record, save_picture, write_events
 

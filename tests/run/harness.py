@@ -19,10 +19,9 @@ from torch import Tensor
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request
+from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.errors import UserError
 from dino_ds.planning import start
-from dino_ds.run.train_options import TrainOptions
 from tests.ranks import run_on_ranks
 
 REPOSITORY = Path(__file__).parent.parent.parent

@@ -15,15 +15,12 @@ import pytest
 from dino_ds.basics.files import append_whole
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Request
+from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.errors import ConfigError, StorageError
-from dino_ds.health.beat import append_line
+from dino_ds.health.beat import Heartbeats, append_line
 from dino_ds.health.processes import RunLock
-from dino_ds.health.records import Heartbeats
-from dino_ds.run.announcement import MOST_KEPT, slow_teachers
-from dino_ds.run.beginning import check_lengths
+from dino_ds.run.beginning import MOST_KEPT, check_lengths, slow_teachers
 from dino_ds.run.metrics import RunLog
-from dino_ds.run.train_options import TrainOptions
 from dino_ds.train import train
 from tests.disks import PAGE, fill, mount_disk, small_disk, unmount
 from tests.ranks import run_on_ranks

@@ -13,9 +13,9 @@ import pytest
 from dino_ds.basics.files import discard
 from dino_ds.engine import distributed
 from dino_ds.report.folder import read_run
-from dino_ds.run import saver
+from dino_ds.run import run as run_module
 from dino_ds.run.metrics import Clock
-from dino_ds.run.saver import FIRST_SAVE_AFTER, SAVE_SECONDS, SaveClock
+from dino_ds.run.run import FIRST_SAVE_AFTER, SAVE_SECONDS, SaveClock
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, losses_of, train_tiny
 
@@ -137,7 +137,7 @@ def test_a_lost_run_folder_ends_the_run(tmp_path):
 
 def _saved_steps(monkeypatch, clock, steps, step_seconds, start=0):
     now, saved = [100.0], []
-    monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
     for done in range(start + 1, start + steps + 1):
         now[0] += step_seconds
         saved += [done] if clock.due(done) else []

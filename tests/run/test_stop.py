@@ -20,9 +20,8 @@ from dino_ds.errors import DataError, OutOfMemory, is_out_of_memory
 from dino_ds.evals import linear
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.guards import MemoryGuard
+from dino_ds.run.guards import CallersStopRequests, MemoryGuard, StopRequests
 from dino_ds.run.metrics import RunLog
-from dino_ds.run.stop import CallersStopRequests, StopRequests
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny

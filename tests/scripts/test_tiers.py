@@ -7,8 +7,7 @@ import pytest
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.planning.fit import FILLED, fit
-from dino_ds.planning.host import GPUS
+from dino_ds.planning.fit import FILLED, GPUS, fit
 from scripts import tiers
 from scripts.tiers import CASES, FOLDER, README, SCALING, file_text, pages, parts_table, plan_all, table
 

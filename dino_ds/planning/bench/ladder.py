@@ -22,7 +22,6 @@ from dino_ds.engine.process import device
 from dino_ds.method.build import fitting_levers
 from dino_ds.method.dino import dino_loss
 from dino_ds.method.ibot import ibot_loss
-from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
 from dino_ds.options.commands import BenchLadderOptions
 from dino_ds.options.definition import Result
@@ -102,8 +101,9 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.T
     ds |= {"dino_ds": dataclasses.asdict(fitting_levers(recipe, step.performance))}
     ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
     trial = measure.build_trial(*measure.resolve(recipe, ds, "bench ladder", batch))
-    if not step.tiled_loss:
-        use_plain_losses(trial.step.engine._engine.module)
+    if not step.tiled_loss:  # the heads compute their losses by the plain formulas
+        for head in trial.step.engine._engine.module.heads().values():
+            head.prototypes.__class__ = PlainPrototypes
     return trial
 
 
@@ -128,12 +128,6 @@ class PlainPrototypes(Prototypes):
         entropies = torch.special.entr(targets).sum(dim=-1) * weights
         mean = entropies.sum() / (weights.sum() * how.crops).clamp_min(1e-9)
         return Compared(loss, mean, how.share(len(logits)))
-
-
-def use_plain_losses(network: Network) -> None:
-    """Make the heads of a network compute their losses by the plain formulas, without tiles."""
-    for head in network.heads().values():
-        head.prototypes.__class__ = PlainPrototypes
 
 
 def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:

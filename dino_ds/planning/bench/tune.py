@@ -1,23 +1,42 @@
-"""Searches by measuring: the largest and the fastest micro-batch, loader processes, and what each lever brings."""
+"""Searches by measuring: the largest and the fastest micro-batch, loader processes, and what each lever brings. Each
+trial runs in processes of its own, and is kept in a file once it has ended.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import fmean, median, quantiles
 from typing import Any
 
+import psutil
+import torch
+from tqdm import tqdm
+
+from dino_ds.basics.files import replace_file
+from dino_ds.basics.ranges import AUGMENTATION, COPY, listen
 from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
-from dino_ds.config.ds_schema import check_offload
+from dino_ds.config.ds_schema import DsConfig, check_offload
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, estimate_memory
+from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
+from dino_ds.data.loader import DevicePrefetcher
+from dino_ds.engine import distributed
 from dino_ds.engine.distributed import usable_cores
-from dino_ds.engine.process import device, fp16_supported, memory_gib
+from dino_ds.engine.process import device, fp16_supported, memory_gib, resident_mib
 from dino_ds.errors import ConfigError, NotEstimated, OutOfMemory
-from dino_ds.planning.bench.trials import SLOW, Measurement, Setting, Trials
+from dino_ds.options.commands import BenchTuneOptions
+from dino_ds.planning import measure
+from dino_ds.planning.bench.step import trace_steps
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
 ENOUGH_WAIT = 0.02
@@ -168,8 +187,8 @@ class Search:
             yield f"{few.crops.num_local} local crops", few, self._path, {}
 
     def _find_workers(self, best: Setting) -> Setting:
-        """Measure `best` on real images, from no loader process to one a core; return it, of those that are as fast as
-        the fastest, with the fewest that leave hardly a wait, or else with the fewest."""
+        """Measure `best` on real images, from no loader process to one a core. Of the settings that are as fast as the
+        fastest, return the one with the fewest processes that waits less than ENOUGH_WAIT, or else with the fewest."""
         cores = max(1, len(usable_cores()) // self._trials.ranks)
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
         recipes = {n: change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
@@ -181,3 +200,232 @@ class Search:
         top = max(ran, key=lambda result: result.images_per_second)
         fast = [result for result in ran if not top.beats(result)]
         return next((result for result in fast if (result.wait or 0.0) <= ENOUGH_WAIT), fast[0]).setting
+
+
+_ONCE = ("optimizer", "center", "ema")
+"""Parts of a step that run once, however many micro-batches it has."""
+_MOST_STEPS = 40
+_START_SECONDS, _TIMES_LONGER = 120.0, 20
+"""A trial is given up after these seconds for its start, and so many times its measured seconds."""
+_TRIALS, _LEAST_SECONDS, _MOST_SECONDS = 120, 0.5, 10.0
+"""A trial takes this part of the time beyond its start, within these seconds."""
+SLOW = 0.75
+"""Share of the highest rate below which a setting is not measured again."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe and a ds JSON to measure: the file at `path` with `changes`. memory: what a rank needs by prediction,
+    where the backbone has an estimate; learned: how what is learned differs from the given
+    recipe's by more than rounding."""
+
+    name: str
+    recipe: Recipe
+    path: str
+    changes: Mapping[str, Any]
+    ds: dict[str, Any]
+    config: DsConfig
+    memory: Memory | None
+    learned: str = ""
+
+    @property
+    def resolved(self) -> str:
+        """Text that is equal for settings that are the same step."""
+        options = {"dino_ds": self.config.performance, "blocks": self.config.checkpoint_blocks}
+        return repr((self.recipe.crops, sorted((self.config.raw | options).items())))
+
+    @property
+    def measured_batch(self) -> int:
+        """Images of a rank in a measured step: two micro-batches, since more would repeat the second one."""
+        return self.config.micro_batch * min(self.config.accumulation, 2)
+
+
+@dataclass
+class Measurement:
+    """The measured steps of a setting. rounds: images/s of each step, by trial; loader: images/s of a rank's loader
+    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step by part; failed: why nothing was
+    measured."""
+
+    setting: Setting
+    rounds: list[list[float]] = field(default_factory=list)
+    loader: float | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    peak_gib: float = 0.0
+    failed: str = ""
+
+    @property
+    def images_per_second(self) -> float:
+        """The median of all steps; 0 if nothing was measured."""
+        return median(chain(*self.rounds)) if self.rounds else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How far the median is uncertain, as a share of it: by the range of the trials' medians, or the interquartile
+        range of the steps over the root of their number if that is larger."""
+        rates, medians = [*chain(*self.rounds)], [*map(median, self.rounds)]
+        low, _, high = quantiles(rates, n=4)
+        return max(max(medians) - min(medians), (high - low) / math.sqrt(len(rates))) / self.images_per_second
+
+    @property
+    def wait(self) -> float | None:
+        """The share of the step that passes waiting for images; None if none were loaded."""
+        images = self.setting.recipe.data.global_batch
+        return None if self.loader is None else self.parts["data"] * self.images_per_second / images
+
+    def beats(self, other: Measurement) -> bool:
+        """Whether this is faster by more than both spreads."""
+        return self.images_per_second > other.images_per_second * (1 + max(self.spread, other.spread))
+
+    def is_worse(self, other: Measurement) -> bool:
+        """Whether `other` is faster and takes less memory."""
+        return not self.rounds or bool(other.rounds and other.beats(self) and other.peak_gib < self.peak_gib)
+
+    def add(self, trial: dict[str, Any], ranks: int) -> None:
+        """Add a trial; a later round that fails, such as for lack of time, takes nothing away."""
+        if "failed" in trial:
+            self.failed = "" if self.rounds else trial["failed"]
+            return
+        config = self.setting.config
+        repeated = config.accumulation * config.micro_batch / self.setting.measured_batch
+        once = sum(trial["parts"].get(part, 0.0) for part in _ONCE) / fmean(trial["seconds"])
+        scale = once + (1 - once) * repeated  # a whole step's time, as a multiple of the measured one's
+        images = config.micro_batch * config.accumulation * ranks
+        self.rounds.append([images / (seconds * scale) for seconds in trial["seconds"]])
+        self.parts = {part: s * (1.0 if part in _ONCE else repeated) for part, s in trial["parts"].items()}
+        self.loader, self.stages = trial.get("loader"), trial.get("stages", {})
+        self.peak_gib = max(self.peak_gib, trial["peak_mib"] / 1024)
+
+    def facts(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        memory, figures = self.setting.memory, ("images_per_second", "spread", "peak_gib", "loader", "wait")
+        facts = {name: getattr(self, name) for name in figures} if self.rounds else {}
+        predicted = None if memory is None else memory.gib
+        return facts | {"predicted_gib": predicted, "parts": self.parts, "stages": self.stages, "failed": self.failed}
+
+
+class Trials:
+    """Runs trials one after the other. `ended` holds their results, with --resume
+    those of an earlier call on this machine too. limit_gib: memory that a rank may take. Raises ConfigError for a file
+    that can't be resumed."""
+
+    def __init__(self, options: BenchTuneOptions, ranks: int, limit_gib: float) -> None:
+        self._path, self.ranks, self.limit_gib = Path(options.out).with_suffix(".json"), ranks, limit_gib
+        self._threads = options.threads or max(1, len(usable_cores()) // ranks)
+        self._place = [self._threads, ranks, *(measure.describe_host()[name] for name in ("host", "gpu", "versions"))]
+        self.ended: dict[str, dict[str, Any]] = self._read() if options.resume else {}
+        self._busy, self._began, self.seconds = _busy_seconds(), time.monotonic(), 60 * options.minutes
+        self.until(1.0)
+
+    def until(self, share: float) -> None:
+        """Begin no trial after this share of the time."""
+        self._end = self._began + share * self.seconds
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """Read the trials of an earlier call, except those that failed or took more than the limit."""
+        try:
+            found, most = json.loads(self._path.read_text(encoding="utf-8"))["trials"], 1024 * self.limit_gib
+            return {key: trial for key, trial in found.items() if trial.get("peak_mib", math.inf) <= most}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"{self._path} has no trials of dino-ds bench tune ({type(error).__name__})"
+            raise ConfigError(f"--resume: {reason}: leave --resume out") from None
+
+    def write(self, **result: Any) -> None:
+        """Write what has ended into the file, and the result of all."""
+        replace_file(self._path, json.dumps({"trials": self.ended, **result}, indent=1))
+
+    @property
+    def others_cores(self) -> float:
+        """Cores that programs other than this one and its trials have kept busy, on average since the beginning."""
+        return max(0.0, (_busy_seconds() - self._busy) / max(time.monotonic() - self._began, 1e-9))
+
+    def step(self, setting: Setting, number: int = 0, **kwargs: Any) -> dict[str, Any]:
+        """Return what the trial `number` of a setting's step measured, or {"failed": why}."""
+        ds = with_batch(setting.ds, setting.config.micro_batch, "auto")
+        words: dict[str, Any] = {"recipe": setting.recipe.model_dump(mode="json"), "ds": ds}
+        words |= {"ds_path": setting.path, "batch": setting.measured_batch}
+        call = json.dumps([words, number, kwargs, self._place], sort_keys=True)
+        key = hashlib.sha256(call.encode()).hexdigest()
+        if key not in self.ended:
+            if time.monotonic() > self._end:
+                return {"failed": "no time was left: --minutes gives more, --resume goes on"}
+            seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, self.seconds / _TRIALS))
+            limits = measure.ChildLimits(self.ranks, self.limit_gib, _START_SECONDS + _TIMES_LONGER * seconds)
+            try:
+                child = measure.run_in_child(
+                    measure_step, self._threads, limits, setting=words, seconds=seconds, **kwargs
+                )
+                self.ended[key] = {"peak_mib": child.peak_mib, **child.value}
+            except measure.ChildFailed as error:
+                self.ended[key] = {"failed": str(error)}
+            self.write()
+        return self.ended[key]
+
+    def compare(self, settings: Sequence[Setting], rounds: int = 2, **kwargs: Any) -> dict[str, Measurement]:
+        """Measure settings in rounds, every second one in reverse order, so that a disturbance meets all alike."""
+        results = {setting.name: Measurement(setting) for setting in settings}
+        for number in range(rounds):
+            top = max(result.images_per_second for result in results.values())
+            for setting in tqdm(settings[:: -1 if number % 2 else 1], desc="trials", leave=False, disable=None):
+                result = results[setting.name]
+                if not number or result.images_per_second > SLOW * top:
+                    result.add(self.step(setting, number, **kwargs), self.ranks)
+        return results
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that this machine has spent on other programs than this one and its ended children."""
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    busy = sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return float(busy - own.user - own.system - own.children_user - own.children_system)
+
+
+def measure_step(
+    setting: dict[str, Any], seconds: float, real_images: bool = False, profile: str | None = None
+) -> dict[str, Any]:
+    """Measure steps for about `seconds`, in a trial's process; with real images, before them their loader alone.
+    profile: folder for a trace."""
+    peak = measure.GpuPeak() if torch.cuda.is_available() else None
+    recipe, config = measure.resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
+    trial, parts, result = (
+        measure.build_trial(recipe, config),
+        measure.PartTimes(device(), waits=True),
+        dict[str, Any](),
+    )
+    step: Callable[[], object] = trial.run
+    with ExitStack() as feeds:
+        if real_images:
+            feed = feeds.enter_context(closing(measure.real_feed(recipe, config.micro_batch)))
+            result |= _measure_loader(feed, config.micro_batch, seconds)
+            step = partial(measure.run_on_data, trial, feed)
+        for _ in range(measure.MEMORY_STEPS):
+            began = time.perf_counter()
+            step()
+            measure.synchronize(device())
+        wanted = distributed.gather_objects(round(seconds / (time.perf_counter() - began)))[0]
+        result["seconds"] = []
+        for _ in range(max(2, min(_MOST_STEPS, wanted))):
+            began = time.perf_counter()
+            with listen(parts):
+                step()
+            measure.synchronize(device())
+            result["seconds"].append(time.perf_counter() - began)
+        result |= trace_steps(step, Path(profile)) if profile else {}
+    spent = {name: total / len(result["seconds"]) for name, total in parts.read().items()}
+    if peak is None and real_images:  # on a CPU, both are done within the wait
+        spent["data"] = max(0.0, spent["data"] - spent.get(COPY, 0.0) - spent.get(AUGMENTATION, 0.0))
+    return result | {"parts": spent, "peak_mib": peak.mib() if peak else resident_mib(peak=True)}
+
+
+def _measure_loader(feed: DevicePrefetcher, images: int, seconds: float) -> dict[str, Any]:
+    """Measure the images/s of a rank's loader alone, and an image's milliseconds in each range of this process."""
+    next(feed)  # the loader's processes have started
+    parts, loaded, began = measure.PartTimes(device(), waits=True), 0, time.perf_counter()
+    with listen(parts):
+        while (elapsed := time.perf_counter() - began) < seconds or not loaded:
+            next(feed)
+            measure.synchronize(device())
+            loaded += images
+    stages = {name: 1000 * spent / loaded for name, spent in parts.read().items()}
+    return {"loader": loaded / elapsed, "stages": stages}

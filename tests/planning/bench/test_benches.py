@@ -15,7 +15,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
 from dino_ds.planning import measure
-from dino_ds.planning.bench import inference, ladder, step, trials
+from dino_ds.planning.bench import inference, ladder, step, tune
 from dino_ds.planning.measure import ChildResult, about, heading
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
@@ -89,7 +89,7 @@ def test_a_trial_waits_for_real_images_and_is_traced_with_its_parts(tmp_path):
     recipe = tiny_recipe(data__source="photos", data__workers="0").model_dump(mode="json")
     setting = {"recipe": recipe, "ds": tiny_ds(0), "ds_path": "t.json", "batch": 2}
     init_distributed()
-    trial = trials.measure_step(setting, 0.1, real_images=True, profile=str(tmp_path / "new"))
+    trial = tune.measure_step(setting, 0.1, real_images=True, profile=str(tmp_path / "new"))
     events = json.loads((tmp_path / "new/trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
     assert [names.count(part) for part in ("data", "teacher", "backward", "ema")] == [3] * 4
