@@ -11,6 +11,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import re
 import select
 import shlex
 import signal
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
+from dino_ds.basics.names import as_written, did_you_mean, suggestion, words_elsewhere
 from dino_ds.cli.commands import adopt_ranks, check_options, check_start, check_torchvision, function_of
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
@@ -239,7 +240,8 @@ def _say_notes(notes: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    near = f"dino-ds --help lists them.{did_you_mean(words[0], COMMANDS)}"
+    longer = [name for name in COMMANDS if re.match(rf"{re.escape(words[0])}[- ]", name)]
+    near = f"dino-ds --help lists them.{suggestion(longer) or did_you_mean(words[0], COMMANDS)}"
     return f"{as_written(words[0])} is not a command: {words_elsewhere('commands').get(words[0]) or near}"
 
 
