@@ -191,12 +191,6 @@ def test_images_that_are_all_unreadable_are_an_error(tmp_path):
         make(tmp_path / "images", tmp_path / "shards")
 
 
-def test_an_out_that_can_not_be_written(made, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="shards can't be written to"):
-        make(made[0] / "images", tmp_path / "file/shards")
-
-
 def test_images_of_one_name_and_of_one_key_keep_their_own_files_and_classes(made, tmp_path):
     (tmp_path / "list.txt").write_text("".join(f"{made[0]}/images/dog/a.{end}.jpg\t{end}\n" for end in "bcb"))
     make(tmp_path / "list.txt", tmp_path / "shards")

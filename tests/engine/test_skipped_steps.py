@@ -215,12 +215,6 @@ def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
     return weights, norms[0]
 
 
-def test_parts_differ():
-    """Else clipping by part would show nothing: one norm is below the limit, the others are not alike."""
-    _, norms = _by_torch("part")
-    assert norms["ibot_head"] < LIMIT < 2 * LIMIT < norms["head"] < norms["backbone"] / 4
-
-
 @pytest.mark.parametrize("clip_by", ["part", WHOLE])
 def test_stages_clip_as_torch_does(clip_by):
     """fp32, weights to 1e-6: sums over ranks in another order; gradients are at most 0.5 long."""

@@ -50,13 +50,10 @@ NAMES = [
 CHANGED = [
     ("vit_tiny_patch16_224", {"in_chans": 5}),
     ("vit_small_patch16_224", {"registers": 4, "layer_scale": 1e-5}),
-    ("vit_small_patch16_224", {"layer_scale": 0.1}),
     ("vit_small_patch14_reg4_dinov2", {"registers": 0}),
-    ("vit_small_patch14_dinov2", {"registers": 2}),
     ("vit_giant_patch14_dinov2", {"registers": 1, "layer_scale": 0.1}),
     ("vit_small_patch16_dinov3", {"registers": 0, "layer_scale": 0.1}),
     ("vit_small_plus_patch16_dinov3_qkvb", {"width": 40, "heads": 2, "registers": 2, "patch_size": 8}),
-    ("vit_7b_patch16_dinov3", {"width": 24, "heads": 3, "in_chans": 5}),
     ("vit_huge_plus_patch16_dinov3", {"rope_base": 50.0}),
     ("a_name_of_ours", {"swiglu": True, "mlp_ratio": 6.0, "qkv_bias": True}),
 ]
@@ -129,21 +126,6 @@ def _model(**changes):
 def _views():
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(5, 3, s, s, generator=generator) for s in (24, 24, 12, 12, 12)]
-
-
-def test_views_come_out_in_order():
-    """Row v * b + i is view v of image i, as if each view went alone."""
-    model, views = _model().eval(), _views()
-    alone = torch.cat([model.features(view) for view in views])
-    torch.testing.assert_close(model(by_group(views))[CLS], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_position_interpolation_is_a_choice():
-    """The reference's + 0.1 samples other places than an antialiased resize; both keep the native grid as it is."""
-    views = _views()
-    dino, antialias = _model(), _model(pos_embed_interpolation="antialias")
-    torch.testing.assert_close(dino.features(views[0]), antialias.features(views[0]))
-    assert (dino.features(views[2]) - antialias.features(views[2])).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("side, height, width", [(14, 6, 6), (37, 16, 24), (4, 7, 2)])

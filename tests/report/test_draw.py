@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,8 +16,8 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.definition import PicturesOptions
-from dino_ds.report import draw, html
-from dino_ds.report.charts import EMPTY, Chart, Curve, Line, read_metrics
+from dino_ds.report import draw
+from dino_ds.report.charts import Chart, Curve, Line, read_metrics
 from dino_ds.report.draw import (
     Sheet,
     draw_attention,
@@ -32,7 +30,7 @@ from dino_ds.report.draw import (
     place,
     png_of,
 )
-from dino_ds.report.html import COLORS, _plot, chart_svg
+from dino_ds.report.html import _plot, chart_svg
 from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
 from dino_ds.weights.export import FORMATS
 from tests.report.runs import assert_inside
@@ -165,15 +163,6 @@ def test_colors_are_the_first_three_components_whitened_through_a_sigmoid():
     assert bool((patch_colors(torch.ones(1, 3, 3, 8)) == 0.5).all())
 
 
-def test_the_colors_of_a_dark_page_are_those_of_an_inverted_chart():
-    """As CSS defines invert(1) hue-rotate(180deg): a chart's lines and the keys beside it look alike."""
-    turn = np.array([[-0.574, 1.430, 0.144], [0.426, 0.430, 0.144], [0.426, 1.430, -0.856]])
-    light = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in COLORS])
-    dark = ["#{:02x}{:02x}{:02x}".format(*row) for row in np.clip((255 - light) @ turn.T, 0, 255).round().astype(int)]
-    style = (Path(html.__file__).parent / "templates/page.css").read_text().partition("prefers-color-scheme: dark")[2]
-    assert re.findall(r"--c\d: (#\w{6})", style) == dark
-
-
 def _read(tmp_path, text):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
@@ -213,14 +202,6 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
     metrics = _read(tmp_path, "".join(json.dumps({"step": s, "loss": i}) + "\n" for i, s in enumerate(steps)))
     assert metrics["loss"].x.tolist() == [1, 2, 3, 4]
     assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
-
-
-def test_curves_without_points_and_of_few():
-    assert not EMPTY.constant and _curve(2, 2).constant and not _curve(2, np.nan).constant
-
-
-def _curve(*y):
-    return Curve(np.arange(float(len(y))), np.array(y, dtype=float))
 
 
 @pytest.fixture(scope="module")

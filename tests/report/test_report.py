@@ -176,24 +176,6 @@ def test_a_run_its_stages_and_resumes_are_one_story(tmp_path):
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_json_is_one_object(tmp_path, capsys):
-    folder = make_run(tmp_path / "run")
-    run(ReportOptions(run=str(folder))).show(as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["report"] == str(folder / "report.html")
-    assert found["state"] == "finished"
-    assert found["step"] == found["planned_steps"] == 100
-    assert found["training_seconds"] == pytest.approx(10.0)
-    assert found["loss"] == pytest.approx(found["teacher_entropy"] + found["kl"])
-    assert found["knn"] == {
-        "teacher": 76.2, "step": 100, "best": 78.2, "best_step": 50, "untrained": 62.0, "raw_pixels": 35.3,
-        "chance": 5.6,
-    }  # fmt: skip
-    assert found["evaluations"]["knn"]["results"]["knn_10"] == 76.2
-    assert found["memory_gib"] == 0.8
-
-
-@pytest.mark.usefixtures("no_charts")
 def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
     parts = ["config.yaml", "ds_config.json", "environment.json", "evaluations.json", "events.jsonl"]
     for i, content in enumerate((None, "{", "[1]", "[" * 5000, "\x00\xff")):
@@ -210,15 +192,6 @@ def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
         assert "recipe" in page.text
     assert "there is no config.yaml" in _report(tmp_path / "0").text
     assert "dino-ds pictures RUN draws the map" in _report(tmp_path / "0").text
-
-
-@pytest.mark.usefixtures("no_charts")
-def test_a_run_that_has_lost_its_events_is_reported(tmp_path):
-    folder = make_run(tmp_path / "run", recipe={"length": "100 steps"})
-    (folder / "events.jsonl").unlink()
-    page = _report(folder)
-    assert read_run(folder).state == "unfinished" and read_run(folder).planned_steps == 100
-    assert "there is no events.jsonl: what happened when is not known" in page.text
 
 
 @pytest.mark.slow
