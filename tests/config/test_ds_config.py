@@ -169,9 +169,6 @@ def test_deepspeed_s_defaults_and_what_is_off_are_accepted(load, stage: int):
         _deepspeed_config(_resolve(load({"zero_optimization": {"stage": stage}} | content), 8, 1).raw)
 
 
-_LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -198,7 +195,6 @@ _LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
             'compile: "reduce-overhead" does not go',
         ),
         ({"dino_ds": {"deterministic": True, "compile": True}}, "dino_ds.deterministic: dino_ds.compile, whose kern"),
-        (_LOW | {"dino_ds": {"deterministic": True, "attention": "varlen"}},),
     ],
 )
 def test_wrong_values_and_combinations(content: Any, says: str, load):

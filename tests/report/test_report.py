@@ -95,12 +95,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
         ((20, 80.0, 50.0), 0, "odd", "Falls since step 50: k-NN was 80.0 %, and is 50.0 % at step 100; next time keep"),
         ((62, 61.0, 62.5), 0, "odd", "Not yet learned: k-NN is 62.5 % at step 100, beside 62.0 %"),
         ((20, 25.0, 30.0), 0, "odd", "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %"),
-        (
-            (100, 100, 99.5),
-            0,
-            "odd",
-            "Whether it has learned can't be told: k-NN is 99.5 % at step 100, beside",
-        ),
+        ((100, 100, 99.5), 0, "odd", "Whether it has learned can't be told: k-NN is 99.5 % at step 100"),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
         ((), 0, "odd", "Whether it has learned is not known: no labeled images"),
         ((62, 99, 99.9), 0.9, "odd", "Whether it has learned is not known: 90% of the test images looked at are train"),

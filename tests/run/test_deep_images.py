@@ -198,12 +198,6 @@ def test_images_are_prepared_by_the_run_s_mean_and_deviation(bands_of, tmp_path)
     assert config["mean"] == list(MEAN) and config["std"] == list(STD)
 
 
-def test_another_mean_is_refused_on_resume(bands_of):
-    other = {**CHANGES, "data.mean": "0.05,0.1,0.15,0.2,0.3,0.5"}
-    said = train_tiny(bands_of / "images", bands_of / "run", max_steps=3, resume=True, changes=other)
-    assert re.search(r"changed since step 2: .*data.mean .*accept with --allow_change .*data.mean", said)
-
-
 PATCHES = "patch_embed.proj.weight"
 MEANS = np.array([0.1, 0.2, 0.4, 0.6])
 

@@ -221,10 +221,8 @@ GRAM = {"gram.weight": "1", "gram.start": "12 steps"}
     ("changes", "problem"),
     [
         ({"model.freeze_backbone": "6 epochs"}, "model.freeze_backbone 6 epochs is step 12, and length 12 steps is 12"),
-        ({"model.freeze_backbone": "96 images"}, "model.freeze_backbone 96 images is step 12"),
         ({"length": "2 epochs", "model.freeze_backbone": "5 steps"}, "length 2 epochs is 4 steps: the backbone would"),
         (GRAM, "Gram anchoring would never begin"),
-        (GRAM | {"length": "6 epochs"}, "gram.start 12 steps is step 12, and length 6 epochs is 12 steps"),
     ],
 )
 def test_what_would_never_begin_is_refused(changes: dict[str, str], problem: str):
@@ -253,11 +251,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = image_folder(place / "root")
     assert train_alone(root, place / "run", max_steps=3) is None
     return root, place / "run"
-
-
-def test_a_run_without_an_end_to_its_freeze_does_not_begin(begun, tmp_path: Path):
-    message = train_alone(begun[0], tmp_path / "run", changes={"model.freeze_backbone": "9 epochs"})
-    assert message.startswith("model.freeze_backbone 9 epochs is step 18") and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("resume", [True, "auto"])

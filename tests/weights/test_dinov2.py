@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import VITS, ViTSpec
@@ -24,9 +24,8 @@ from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.load import Backbone, load
-from dino_ds.weights.read import read_weights
 from dino_ds.weights.sidecar import read_sidecar
-from dino_ds.weights.start import as_source, flags_for
+from dino_ds.weights.start import as_source
 from tests.reference_v2 import from_reference_v2, golden_v2
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
@@ -97,14 +96,6 @@ def test_heads_that_one_of_the_two_lacks(tmp_path, head):
     assert re.search(said, network.started_from)[1] == head
 
 
-def test_a_head_without_lengths_starts_with_1(tmp_path):
-    theirs = _recorded()
-    theirs["dino_head.last_layer.weight_g"] = torch.ones(96, 1)
-    torch.save({"teacher": theirs}, tmp_path / "a.pth")
-    assert "prototypes.lengths" not in read_weights(tmp_path / "a.pth").heads["head"]
-    assert torch.equal(_start(tmp_path / "a.pth").head.prototypes.lengths, torch.ones(96, 1))
-
-
 def _released(tmp_path, registers: int, size: int = 32) -> tuple[Original, dict[str, str]]:
     """A file such as dinov2_vits14_pretrain.pth, at another native size than the run's if asked; what builds it."""
     original = Original(size, 4, 48, 2, 3, v2=True, registers=registers)
@@ -142,21 +133,6 @@ def test_a_mask_token_that_only_one_of_the_two_has(tmp_path, registers):
     network = _start(tmp_path / "timm", **flags)
     assert torch.equal(network.backbone.mask_token, torch.zeros(1, 48))
     assert "it has no mask token: our own starts at zero; " in network.started_from
-
-
-def test_a_recipe_s_layer_scale_counts_where_an_architecture_is_looked_for(tmp_path):
-    """It makes a plain ViT DINOv2's; weights without it take it away."""
-    for name, v2 in (("plain", False), ("scaled", True)):
-        torch.save(Original(32, 8, 64, 2, 2, v2=v2).state_dict(), tmp_path / f"{name}.pth")
-    given = {key: value for key, value in TINY.items() if not key.startswith("model.")}
-    given |= {"model.layer_scale": "1e-5", "model.heads": "2"}
-    scaled = load_recipe(None, {**given, "model.patch_size": "8"}).model
-    arch = load(tmp_path / "scaled.pth", heads=2).vit.arch
-    assert flags_for(arch, scaled) == {"model.width": "64", "model.depth": "2"}
-    source = {"model.backbone": "from_source", "model.init_from": str(tmp_path / "plain.pth")}
-    recipe = as_source(load_recipe(None, given | source), None)
-    assert recipe.model.layer_scale is None
-    assert "30 tensors of the backbone" in build_network(recipe, PerformanceOptions()).started_from
 
 
 RUN = {
@@ -200,14 +176,6 @@ def test_a_head_with_numbers_that_are_none_is_refused(place, monkeypatch):
     monkeypatch.setattr("dino_ds.weights.read.SavedCheckpoint.whole", lambda _: bad)
     with pytest.raises(CheckpointError, match=r"NaN.*; the backbone alone, without heads, is .*teacher\.safetensors"):
         load(place / "run")
-
-
-def test_a_run_starts_from_it_with_everything(place):
-    recipe = load_recipe(str(place / "run/config.yaml"), {"model.init_from": str(place / "run")})
-    network, whole = build_network(recipe, PerformanceOptions()), whole_tensors(place / "run", 3)
-    for name, parameter in network.named_parameters():
-        assert torch.equal(parameter, whole[f"teacher.{name}"]), name
-    assert "the head too (8 tensors); the ibot_head too (8 tensors)" in network.started_from
 
 
 KINDS = [name for name, spec in VITS.items() if spec.rope is not None]
@@ -335,15 +303,6 @@ def test_what_can_t_be_taken_is_said(tmp_path):
     assert "--heads 4, and the file says 2" in line({}, heads=4)
     assert "ViT with rotary positions has no projectors.0.weight" in line({"projectors.0.weight": torch.ones(1)})
     assert "it lacks" in line({"cls_token": None}) or "class token" in line({"cls_token": None})
-
-
-def test_formats_that_have_no_such_rotary_positions(tmp_path):
-    unlike = _backbone("vit_small_patch16_dinov3", rms_norm=True)
-    with pytest.raises(ConfigError) as caught:
-        export_timm(unlike, tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    FORMATS["safetensors"][0](unlike, tmp_path / "a.safetensors")
-    _same(load(tmp_path / "a.safetensors").features(_images()), unlike.features(_images()))
 
 
 @pytest.mark.parametrize("change", [{"rope": "both"}, {"rope_base": 1.0}, {"rope_max_period": 9.0}, {"rope": None}])

@@ -8,7 +8,6 @@ import re
 import sys
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 from torch import Tensor
@@ -147,16 +146,6 @@ class TestIn:
             with pytest.raises(CheckpointError, match=words):
                 load(tmp_path / "a.pth", backbone=name)
 
-    def test_a_folder_of_timm_s_with_a_classifier(self, tmp_path):
-        arguments = json.loads(RESNET.arguments)
-        theirs = randomised(timm.create_model("resnet18", num_classes=3, **arguments))
-        safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-        config = {"architecture": "resnet18", "num_classes": 3, "model_args": arguments}
-        (tmp_path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": {"input_size": [3, 96, 96]}}))
-        ours = load(tmp_path)
-        assert_same(ours.features(_images()), theirs.forward_head(theirs.forward_features(_images()), pre_logits=True))
-        assert ours.image_size == 96
-
 
 class TestWhatIsSaidBesideWeights:
     """JSON of unknown origin is data: at worst it is refused in one line."""
@@ -196,12 +185,9 @@ class TestWhatIsSaidBesideWeights:
             ({"arguments": '{"layers": "many"}'}, "timm can't build"),
             ({"arguments": "[]"}, "not a JSON object"),
             ({"arguments": "[" * 4000}, "deep|JSON"),
-            ({"arguments": {"layers": 1}}, "as text"),
             ({"in_chans": "3"}, "in_chans 3"),
-            ({"in_chans": True}, "in_chans True"),
             ({"in_chans": 4}, r"conv1.weight \[64, 3, 7, 7\] vs \[64, 4, 7, 7\]"),
             ({"name": "resnet34"}, "wanted are its name"),
-            ({"surprise": 1}, "wanted are its name"),
         ],
         ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
     )
@@ -242,12 +228,6 @@ class TestStart:
         assert all(torch.equal(found[name], t) for name, t in model.network.state_dict().items())
         torch.save(Own(4, 12).state_dict(), tmp_path / "a.pth")
         assert "17 tensors" not in _start(_recipe(tmp_path / "a.pth", OWN)).started_from
-
-    def test_a_timm_name_with_a_tag(self, monkeypatch):
-        create = timm.create_model
-        monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
-        network = _start(_recipe("resnet18.a1_in1k", ForeignSpec("resnet18")))
-        assert "resnet18.a1_in1k (timm): 120 tensors of the backbone; it has no head" in network.started_from
 
     @pytest.mark.parametrize(
         ("spec", "changes", "words"),
