@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
-from dino_ds.evals.features import Reading, extract_features, keep_generators, raw_pixels
+from dino_ds.evals.features import Reading, extract_features, keep_generators
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -123,9 +123,3 @@ def test_what_is_drawn_inside_is_not_missing_afterwards():
             if error is not None:
                 raise error
         assert draw() == wanted
-
-
-def test_raw_pixels_are_the_picture():
-    images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(raw_pixels(images), images.flatten(1))
-    assert raw_pixels(torch.randn(2, 3, 64, 64)).shape == (2, 3 * 32 * 32)
