@@ -24,14 +24,7 @@ from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
-from dino_ds.evals.curation import (
-    Vectors,
-    cluster_levels,
-    draw,
-    groups,
-    nearest_rows,
-    pairs_of_cosine,
-)
+from dino_ds.evals.curation import Vectors, cluster_levels, draw, groups, nearest_rows, pairs_of_cosine
 from dino_ds.options.definition import CurateOptions
 from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import reproduction

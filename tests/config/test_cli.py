@@ -23,7 +23,6 @@ from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
 from dino_ds.engine.process import fp16_supported
 from dino_ds.errors import CheckpointError
-from dino_ds.evals.context import Settings
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import (
     COMMANDS,
@@ -37,9 +36,7 @@ from dino_ds.options.commands import (
 )
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import parse_flags
-from dino_ds.report.pictures import KINDS
 from dino_ds.run.train_options import TrainOptions
-from dino_ds.weights.export import FORMATS
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,23 +82,8 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert options == TrainOptions(run_dir="1e3", max_steps=7, resume=True)
 
 
-def test_defaults_and_aliases(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)  # no folder of a run's name is there
-    words = "--deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false --data.global_batch 4"
-    cli.main(["train", "--data.root", f"{ROOT}/tests", *words.split()])
-    ((options, files),) = calls
-    assert files["ds"]["fp16"]["enabled"] and Path(files["ds_path"]).name == "zero2_fp16.json"
-    assert files["recipe"].data.root == f"{ROOT}/tests" and files["request"].names_ds_config
-    assert options == TrainOptions(run_dir="runs/vits16")
-
-
 @pytest.mark.parametrize(
-    "words,value",
-    [
-        (["--resume", "auto"], "auto"),
-        (["--resume", "500"], 500),
-        (["--resume", "--seed", "1"], True),
-    ],
+    "words,value", [(["--resume", "auto"], "auto"), (["--resume", "500"], 500), (["--resume", "--seed", "1"], True)]
 )
 def test_resume_is_a_switch_that_may_say_from_where(calls: list[Any], tmp_path: Path, words: list[str], value: object):
     cli.main(["train", "--config", "quickstart", "--run_dir", str(tmp_path / "run"), *words])
@@ -243,10 +225,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
                 f"--model.backbone: '{typed}' is neither timm's nor a class of yours as "
                 f"module:Class. The nearest are {near}",
             )
-            for typed, near in (
-                ("resnet5", "resnet50, "),
-                ("vit_smal", "vit_small_patch8_224, vit_small_patch16_224"),
-            )
+            for typed, near in (("resnet5", "resnet50, "), ("vit_smal", "vit_small_patch8_224, vit_small_patch16_224"))
         ),
         ("train --micro_batch 4", "--micro_batch: unknown option: it belongs to the ds JSON: train_micro_batch_size_"),
         ("train --crops 2", "--crops: unknown option: this is a section of the recipe: set crops.global_size, "),
@@ -313,17 +292,6 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
     assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
     lines = errors("train", "--data.root", "/x", "--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json")
     assert len(lines) == 3
-
-
-def test_choices_and_defaults_that_are_only_shown_are_those_of_the_tools():
-    choices = {
-        (name, option.name): option.choices for name, command in COMMANDS.items() for option in command.own_options
-    }
-    assert choices["export", "format"] == tuple(FORMATS)
-    assert choices["pictures", "only"] == KINDS
-    shown = {option.name: option.fact("shown") for option in COMMANDS["eval"].own_options}
-    settings = {"k": ",".join(map(str, Settings().ks)), "temperature": str(Settings().temperature)}
-    assert {name: shown[name] for name in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -413,7 +381,8 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(tmp_path: Path):
         "import sys\nfrom dino_ds.cli.main import main\n"
         "nowhere = 'train --data.root nowhere'\n"
         "for words in ('', '--help', 'train --help', 'train --epoch 3', nowhere, f'{nowhere} --ds_config nope.json', "
-        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3', 'export a --format onnx --out b', 'eval nowhere/run'):\n"
+        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3', 'export a --format onnx --out b', "
+        "'eval nowhere/run'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"
         "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"

@@ -289,11 +289,7 @@ def test_batch_sizes_that_disagree(content: dict[str, Any], says: str):
 
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulation", "filled", "notes"),
-    [
-        (2, "bf16", 4, "fp32", 1),
-        (3, "fp16", 2, "fp32", 1),
-        (2, "bf16", 1, None, 0),
-    ],
+    [(2, "bf16", 4, "fp32", 1), (3, "fp16", 2, "fp32", 1), (2, "bf16", 1, None, 0)],
 )
 def test_low_precision_accumulates_in_fp32(
     stage: int, precision: str, accumulation: int, filled: str | None, notes: int

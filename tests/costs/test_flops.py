@@ -76,11 +76,7 @@ STEPS = [
     {"model__stochastic_depth": "batched", "model__drop_path": "0.5", "model__drop_path_growth": "uniform"},
     OWN,
 ]
-LEVERS = [
-    {},
-    {"dino_ds": {"cls_only_last_block": False, "packed": False}},
-    {"activation_checkpointing": {}},
-]
+LEVERS = [{}, {"dino_ds": {"cls_only_last_block": False, "packed": False}}, {"activation_checkpointing": {}}]
 
 
 @pytest.mark.slow

@@ -9,13 +9,7 @@ import time
 import pytest
 import torch
 
-from dino_ds.costs.memory import (
-    bucket_bytes,
-    estimate_memory,
-    gradient_bytes,
-    moment_bytes,
-    state_bytes,
-)
+from dino_ds.costs.memory import bucket_bytes, estimate_memory, gradient_bytes, moment_bytes, state_bytes
 from dino_ds.costs.step_costs import count_parameters, model_flops
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import init_distributed

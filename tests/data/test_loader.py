@@ -462,22 +462,6 @@ class Recorder:
         return got, self.did
 
 
-def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypatch):
-    recorder = Recorder(monkeypatch, ready=False)
-    for number in (1, 2):
-        got, did = recorder.step()
-        assert (
-            got == number and did[:2] == ["wait", f"augment {number} on side"] and did[-2:] == ["backward", "optimizer"]
-        )
-
-
-def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
-    recorder = Recorder(monkeypatch, ready=DataError("100 images in a row"))
-    assert recorder.step()[1][-1] == "optimizer"
-    with pytest.raises(DataError, match="in a row"):
-        next(recorder.prefetcher)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 @BOTH

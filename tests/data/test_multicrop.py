@@ -138,14 +138,6 @@ def test_another_mean_and_deviation_change_crops_as_the_formula_says():
         torch.testing.assert_close(ours, OWN(levels / 255), rtol=0, atol=1e-4)
 
 
-def test_the_recipe_s_mean_and_deviation_and_the_usual_ones():
-    recipe = load_recipe(None, {"data.mean": "0.1,0.5,0.9", "data.std": "0.5,0.25,0.125"})
-    assert Normalization.of(recipe) == MultiCrop.of(recipe).normalization == OWN
-    assert Normalization.of(load_recipe(None, {})) == IMAGENET == Normalization(MEAN, STD)
-    five = Normalization.of(load_recipe(None, {"model.in_chans": "5"}))
-    assert five.mean == (sum(MEAN) / 3,) * 5 and five.std == (sum(STD) / 3,) * 5
-
-
 DINO = AUGMENTATIONS["dino"]
 PLAIN = Augmentation(blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0, gray=0)
 TURNED = replace(PLAIN, vertical_flip=0.5, rotation=0.75)

@@ -10,13 +10,7 @@ from torch import nn
 from dino_ds.basics.own_code import allow_code
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.muon import Matrix, Muon, matrices_of, orthogonalized, share_out
-from dino_ds.engine.optim import (
-    NAMES,
-    PROTOTYPES,
-    OptimizerOptions,
-    parameter_groups,
-    set_groups,
-)
+from dino_ds.engine.optim import NAMES, PROTOTYPES, OptimizerOptions, parameter_groups, set_groups
 from dino_ds.engine.schedules import ScheduleValues, WeightSchedule, cosine_schedule, warmup_schedule
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
@@ -281,21 +275,6 @@ def test_equals_a_slow_reference():
         optimizer.step()
     for w, expected in zip(weights, slow, strict=True):
         torch.testing.assert_close(w.detach().double(), expected, rtol=0, atol=1e-5)
-
-
-def test_equals_torch_s_muon():
-    """torch's iterates in BF16, whose 8 bits leave 2 % of an update; four updates of 0.2 times the rate: 4e-4."""
-    ours, theirs = _weights((16, 48), (48, 16)), _weights((16, 48), (48, 16))
-    optimizer = _muon(ours, [1, 1])
-    reference = torch.optim.Muon(theirs, LR, MUON_DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    for step in range(4):
-        for pair in (ours, theirs):
-            for w, gradient in zip(pair, _gradients(pair, step), strict=True):
-                w.grad = gradient.clone()
-        optimizer.step()
-        reference.step()
-    for w, expected in zip(ours, theirs, strict=True):
-        assert (w - expected).norm() < 0.03 * 4 * LR * 0.2 * w.numel() ** 0.5
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 40), (1, 7)])

@@ -16,7 +16,7 @@ from PIL import Image
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import DataError
 from dino_ds.evals import features as features_module
 from dino_ds.evals import runner as runner_module
 from dino_ds.evals import suite
@@ -210,13 +210,6 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     for pair, which in (((unlabeled, test), "training"), ((train, unlabeled), "test")):
         with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
             _runner(pair, ("linear",))
-
-
-def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
-    train, test = sources
-    for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS in ")):
-        with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
-            EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32, IMAGENET)
 
 
 @pytest.mark.slow

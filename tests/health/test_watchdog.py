@@ -21,14 +21,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat, Disk
 from dino_ds.health.monitor import Failures, is_connection_error
 from dino_ds.health.processes import STALE_SECONDS, RunLock, Standstill, machine
-from dino_ds.health.records import (
-    Failure,
-    Heartbeat,
-    Heartbeats,
-    describe_hang,
-    last_checkpoint,
-    last_checkpoint_step,
-)
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_hang, last_checkpoint, last_checkpoint_step
 
 HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
 

@@ -15,21 +15,11 @@ from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_d
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.own import accumulation_notes
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags, read
 from dino_ds.planning import doctor
 from dino_ds.planning.doctor import read_hostfile
-from dino_ds.planning.fit import (
-    FILLED,
-    SHAPES,
-    ds_of,
-    fit,
-    fit_with,
-    largest_micro_batch,
-    recommend,
-    write_ds,
-)
+from dino_ds.planning.fit import FILLED, SHAPES, ds_of, fit, fit_with, largest_micro_batch, recommend, write_ds
 from dino_ds.planning.host import GPUS, Cluster, Gpu, find_gpu
 from dino_ds.planning.start import (
     Machine,
@@ -169,14 +159,6 @@ def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
     assert "chosen   as this run was started" in log_of(run)
 
 
-def test_what_is_too_large_leaves_no_folder(tmp_path):
-    """A head for which no machine has the memory."""
-    images = image_folder(tmp_path / "images")
-    large = {"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
-    message = train_tiny(images, tmp_path / "run", changes=large, predicts=True)
-    assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
-
-
 def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path):
     """With the command that has settings for few of them: a remedy for memory would have been in vain."""
     large = {"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
@@ -251,17 +233,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(name, invented):
     assert largest_micro_batch(recipe, ds, name, 8, 2.0) == 0
 
 
-def test_accumulation_is_said_where_terms_look_at_several_images():
-    terms = {"objective.centering": "sinkhorn", "objective.koleo_weight": "0.1"}
-    recipe = load_recipe("vits16", terms)
-    notes, warnings = accumulation_notes(recipe, 32, 2, 8)
-    assert notes == ["targets are balanced over all 512 images of a step; 2 micro-batches are held at once"]
-    assert warnings[0].startswith("loss term koleo compares 32 images at a time, not the 512 of a step")
-    everywhere = load_recipe("vits16", terms | {"objective.koleo_ranks": "all"})
-    assert "compares 256 images" in accumulation_notes(everywhere, 32, 2, 8)[1][0]
-    assert accumulation_notes(recipe, 64, 1, 8) == accumulation_notes(load_recipe("vits16", {}), 32, 2, 8) == ([], [])
-
-
 @pytest.mark.parametrize(
     ("name", "card"), [*((word, "rtx4090-24g") for word in ("4090", "RTX 4090", "rtx4090_24g")), ("H100", "h100-80g")]
 )
@@ -271,11 +242,7 @@ def test_a_name_that_fits_one_card_is_that_card(name, card):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [
-        ("a100", "Did you mean a100-40g or a100-80g?"),
-        ("mi300", "or give --memory_gib"),
-        ("", "or give --memory_gib"),
-    ],
+    [("a100", "Did you mean a100-40g or a100-80g?"), ("mi300", "or give --memory_gib"), ("", "or give --memory_gib")],
 )
 def test_a_name_of_several_cards_or_none_is_refused_with_the_nearest(name, hint):
     with pytest.raises(ConfigError, match=f"^--gpu {name}: this card is not in the table: ") as caught:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ from dino_ds.report.draw import (
     png_of,
 )
 from dino_ds.report.html import _plot, chart_svg
-from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
+from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run
 from dino_ds.weights.export import FORMATS
 from tests.report.runs import assert_inside
 from tests.run.harness import image_folder
@@ -254,26 +253,6 @@ def test_bad_input_is_one_line(pictured, tmp_path):
         with pytest.raises((error, DataError), match=words):
             _run(pictured, **{"out": str(tmp_path / "out"), **changes})
     assert not (tmp_path / "out").exists()
-
-
-def test_which_pictures_say_something_and_how_large_their_images_are():
-    """Attention of patches of 16 pixels at most, in images of 100 at least; twice the native side if it may."""
-
-    def model(stride, patches, **more):
-        network = SimpleNamespace(check_image=more.pop("check", lambda *_: None))
-        values = {"is_vit": True, "has_patches": True, "stride": stride, "image_size": stride * patches}
-        return SimpleNamespace(**{**values, **more}, network=network)
-
-    assert "attention" in shown_kinds(model(16, 14)) and "attention" in shown_kinds(model(8, 10))
-    assert not any("attention" in shown_kinds(one) for one in (model(8, 4), model(32, 14), model(16, 14, is_vit=False)))
-    assert shown_kinds(model(16, 14, is_vit=False, has_patches=False)) == ["map", "neighbors"]
-    for native, wanted in {4: 16, 10: 20, 20: 30, 40: 40}.items():
-        assert side_of(model(8, native)) == 8 * wanted
-
-    def refuse(*_):
-        raise ConfigError("")
-
-    assert side_of(model(8, 4, check=refuse)) == 32
 
 
 def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(pictured):

@@ -156,14 +156,6 @@ def bands_of(tmp_path_factory):
     return bands_of
 
 
-def test_it_trains_with_the_bits_that_are_used(bands_of):
-    recipe = load_recipe(str(bands_of / "run/config.yaml"), {})
-    assert recipe.data.known_range == (0, 4095) and recipe.data.mean == MEAN
-    assert [step for step, _ in losses_of(bands_of / "run")] == [1, 2]
-    assert "knn" in read_results(bands_of / "run/evaluations.json")
-    assert list((bands_of / "run/pictures/step_00000002").glob("*.png"))
-
-
 def test_features_are_equal_wherever_they_come_from(bands_of, tmp_path):
     model = dino_ds.load(bands_of / "run")
     paths = sorted((bands_of / "images").rglob("*.tif"))[:3]
@@ -265,21 +257,3 @@ def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again
     assert run_on_ranks(train_tiny, rgb_place / str(count), parts, ds, 3, True, changes) == [None] * 2
     assert_same_checkpoint(parts, whole, 3)
     assert log_of(parts).count("adapted from") == 1
-
-
-def test_a_run_of_its_weights_can_teach_where_the_first_can_t(rgb_place, tmp_path):
-    """A frozen teacher never learns and is not adapted: the message says what makes one that fits."""
-    start = _start(rgb_place, 4)
-    base = start | {"model.init_from": "none", "model.drop_path": "0"}
-    teach = {"teacher.source": str(rgb_place / "rgb"), "teacher.distill": "features"}
-    anchor = {"gram.teacher": str(rgb_place / "rgb"), "gram.weight": "1"}
-    for given in (teach, anchor):
-        said = train_alone(rgb_place / "4", tmp_path / "run", changes=base | given)
-        assert said.startswith(f"{next(iter(given))} {rgb_place / 'rgb'} is for images of 3 channels, and this")
-        assert said.endswith(f"started with --model.init_from {rgb_place / 'rgb'}, which adapts its weights")
-    kept = train_alone(rgb_place / "4", tmp_path / "run", changes=start | {"objective.preserve_weight": "1"})
-    assert "is for images of 3 channels, and has no features of these of 4" in kept
-    assert kept.endswith(": add --objective.preserve_weight 0")
-    assert train_alone(rgb_place / "4", tmp_path / "made", max_steps=1, changes=start) is None
-    teach["teacher.source"] = str(tmp_path / "made")
-    assert train_alone(rgb_place / "4", tmp_path / "run", max_steps=1, changes=base | teach) is None

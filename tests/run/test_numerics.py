@@ -12,16 +12,7 @@ import torch
 from PIL import Image
 
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.reports import (
-    FAR,
-    NEAR,
-    NO_KL,
-    WINDOWS,
-    CollapseAlarm,
-    DriftAlarm,
-    SpreadAlarm,
-    constant_images,
-)
+from dino_ds.run.reports import FAR, NEAR, NO_KL, WINDOWS, CollapseAlarm, DriftAlarm, SpreadAlarm, constant_images
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.run.drawing_parts import drawing

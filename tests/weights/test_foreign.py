@@ -211,17 +211,6 @@ def _start(recipe: Recipe) -> Network:
 
 
 class TestStart:
-    @pytest.mark.parametrize("form", ["safetensors", "timm"])
-    def test_weights_statistics_and_head(self, tmp_path, form):
-        model = _model(RESNET)
-        place = tmp_path / f"x{FORMATS[form][1]}"
-        FORMATS[form][0](model, place)
-        network = _start(_recipe(place))
-        backbone, wanted = network.backbone.state_dict(), model.network.state_dict()
-        assert backbone.keys() == wanted.keys()
-        assert all(torch.equal(backbone[name], tensor) for name, tensor in wanted.items())
-        assert f"{len(wanted)} tensors of the backbone" in network.started_from
-
     def test_a_class_that_the_recipe_names(self, tmp_path):
         model, place = _exported("own", "safetensors", tmp_path)
         found = _start(_recipe(place, OWN)).backbone.state_dict()
