@@ -278,9 +278,3 @@ def test_the_images_of_a_group_are_drawn_equally_often():
             own = total[groups == group]
             assert own.max() - own.min() <= 1
     assert total.sum() == 9 * 17
-
-
-def test_an_image_without_a_group_is_never_drawn():
-    groups = np.array([0, -1, 0, 1, -1, 1])
-    draws = Draws([Fraction(1)], np.zeros(6, np.int64), groups)
-    assert set((draws.epoch(1, 2, 6) % 6).tolist()) == {0, 2, 3, 5}

@@ -201,12 +201,6 @@ def _build(changes):
     build_objective(recipe, torch.device("cpu"))
 
 
-def test_a_further_ema_teacher_needs_no_code():
-    recipe = load_recipe("quickstart", {"teacher.others": '{"slow": {"momentum": 0.9995}}'})
-    assert [(one.name, one.momentum_at(0, 10)) for one in teachers_of(recipe)] == [("ema", 0.99), ("slow", 0.9995)]
-    assert [group.teachers for group in recipe.groups] == [("ema", "slow"), ()]
-
-
 FLOW = Path(__file__).parents[2] / "docs/flow.md"
 
 

@@ -98,19 +98,6 @@ class TestIn:
         assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE, MEAN]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)])
-    def test_a_classifier_is_left_out(self, tmp_path, name):
-        theirs = timm.create_model(name, num_classes=3, in_chans=4).eval()
-        torch.save({"state_dict": theirs.state_dict()}, tmp_path / "a.pth")
-        (tmp_path / "a.pth.json").write_text('{"mean": 0.4, "std": 0.2}')
-        ours = load(tmp_path / "a.pth")
-        assert_same(
-            ours.features(_images(4)), theirs.forward_head(theirs.forward_features(_images(4)), pre_logits=True)
-        )
-        assert ours.network.spec == ForeignSpec(name, 4)
-        assert ours.notes == ["its classifier is left out: fc.bias, fc.weight", SIZE]
-
-    @pytest.mark.slow
     @pytest.mark.parametrize("name", [None, pytest.param("convnext_tiny", marks=pytest.mark.full)])
     def test_a_convnext_of_facebookresearch(self, tmp_path, name):
         """As DINOv3's: its final norm twice, the names of ConvNeXt's own code; named or not."""

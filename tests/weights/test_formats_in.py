@@ -199,21 +199,11 @@ class TestRefused:
         path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
         assert "is not a readable" in self._line(path)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["convnext_atto", "vit_small_patch16_rope_224"])
-    def test_other_networks_of_timm(self, tmp_path, name):
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        torch.save({n: torch.zeros(t.shape) for n, t in model.state_dict().items()}, tmp_path / "a.pth")
-        assert "no Vision Transformer" in (line := self._line(tmp_path / "a.pth")) or "another kind of net" in line
-
     @pytest.mark.parametrize(
         ("change", "says"),
         [
             ({"norm_pre.weight": torch.ones(64)}, "another kind of network: dino_ds's ViT has no norm_pre.weight"),
-            ({"dist_token": torch.zeros(1, 1, 64)}, "has no dist_token"),
             ({"blocks.1.mlp.fc2.weight": _with_one(torch.nan)}, "NaN, infinity .* in blocks.1.mlp.fc2"),
-            ({"blocks.1.mlp.fc2.weight": _with_one(torch.inf)}, "NaN, infinity .* in blocks.1.mlp.fc2"),
             ({"head.last_layer.weight_v": torch.full((4, 4), torch.nan)}, "NaN, infinity"),
             # Building what a name asks for would never end: blocks are counted by their tensors.
             ({"blocks.1000000000.norm1.bias": torch.zeros(64)}, "it has tensors of 3 blocks, and their last is called"),
