@@ -32,11 +32,8 @@ from tests.sample import sampled
 
 # As many patches are hidden as is expected.
 IBOT = {
-    "crops__mask": "dinov3",
-    "crops__mask_share": "1",
-    "crops__mask_ratio": "0.5,0.5",
-    "objective__ibot_weight": "1",
-}
+    "crops__mask": "dinov3", "crops__mask_share": "1", "crops__mask_ratio": "0.5,0.5", "objective__ibot_weight": "1",
+}  # fmt: skip
 SINKHORN = {"objective__centering": "sinkhorn"}
 GRAM = {"gram__weight": "1", "gram__teacher": "snapshot", "crops__num_local": "1"}
 

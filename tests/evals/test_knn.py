@@ -87,18 +87,11 @@ class _Colors:
         return str(index)
 
 
-def _mean_colors(images):
-    return images.mean(dim=(2, 3))
-
-
-def _to_tensor(image):
-    return torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
-
-
 def _extract():
     source = _Colors(11)
-    reading = Reading(_to_tensor, workers=0)
-    features, labels, _ = extract_features(_mean_colors, source, range(11), torch.device("cpu"), reading)
+    reading = Reading(lambda image: torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1), workers=0)
+    means = lambda images: images.mean(dim=(2, 3))  # noqa: E731
+    features, labels, _ = extract_features(means, source, range(11), torch.device("cpu"), reading)
     return list(zip(features[:, 0].tolist(), labels.tolist(), strict=True))
 
 

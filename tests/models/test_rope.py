@@ -32,7 +32,8 @@ class TestLaws:
         recorded = golden_v2_meta()["rope"]["rescale_coords=2"]["log_quantiles"]
         logarithms = positions.stretches(positions._draws(step_key(0, 7), 1, 4000, CPU)[0], 2.0).log()
         assert logarithms.shape == (4000, 1) and logarithms.abs().max() <= math.log(2) + 1e-6
-        assert _quantiles(logarithms[:, 0]) == pytest.approx(recorded[1:-1], abs=0.045 * 2 * math.log(2))
+        found = torch.quantile(logarithms[:, 0].double(), torch.tensor(_LEVELS, dtype=torch.float64)).tolist()
+        assert found == pytest.approx(recorded[1:-1], abs=0.045 * 2 * math.log(2))
 
     def test_each_block_and_size_has_its_own_table_in_each_step(self):
         tables = RopeTables(_HEAD16, BackboneOptions(**_CHANGED))
@@ -42,10 +43,6 @@ class TestLaws:
         assert not any(torch.equal(flat[i], flat[j]) for i in range(12) for j in range(i))
         again = tables.of([(8, 8), (8, 8)], CPU, step_key(0, 0))
         assert all(torch.equal(a, b) for x, y in zip(again, made[0], strict=True) for a, b in zip(x, y, strict=True))
-
-
-def _quantiles(values):
-    return torch.quantile(values.double(), torch.tensor(_LEVELS, dtype=torch.float64)).tolist()
 
 
 _ARCH = ViTSpec(
@@ -113,12 +110,6 @@ def _masks(share=0.4):
     return {"global": torch.rand(10, 16, generator=torch.Generator().manual_seed(2)) < share}
 
 
-def _outputs_and_gradients(model, crops=None, patches=("global",), masks=None):
-    found = model(crops or _crops(), sample_keys(0, 0, torch.arange(5)), patches, _masks() if masks is None else masks)
-    sum((t * torch.linspace(-1, 1, t.numel()).double().view_as(t)).sum() for t in found.values()).backward()
-    return {name: t.detach() for name, t in found.items()} | {n: p.grad for n, p in model.named_parameters()}
-
-
 @pytest.mark.numerical
 @pytest.mark.parametrize("patches", [("global",), ("large",), ("global", "local", "large")])
 def test_features_by_name_are_those_of_each_group_alone(patches):
@@ -138,8 +129,10 @@ def test_features_by_name_are_those_of_each_group_alone(patches):
 @pytest.mark.parametrize("masks", [{}, _masks(share=0.0)], ids=["no masks", "nothing hidden"])
 def test_the_mask_token_always_has_a_gradient(masks):
     """Exactly zero where nothing is hidden: weight decay reaches it, and no ZeRO stage repeats an old one."""
-    found = _outputs_and_gradients(_masked_model(), masks=masks)
-    assert torch.equal(found["mask_token"], torch.zeros(1, 32).double())
+    model = _masked_model()
+    found = model(_crops(), sample_keys(0, 0, torch.arange(5)), ("global",), masks)
+    sum(t.square().sum() for t in found.values()).backward()
+    assert torch.equal(model.mask_token.grad, torch.zeros(1, 32).double())
 
 
 def test_uniform_drop_path_has_one_rate_in_all_blocks():

@@ -110,11 +110,6 @@ def _fit(changes: dict[str, str], stage: int = 2, ranks: int = 8):
     return fit(load_recipe("vits16", ROTARY | changes), ds, "x", ranks, 80)
 
 
-def _backbone_weights(spec) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in VisionTransformer(spec, 224).parameters())
-
-
 def _measured(capsys, *words: str):
     main(["plan", "--gpu", "a100-80g", "--config", "vits16", *words])
     return capsys.readouterr().out
@@ -138,7 +133,8 @@ def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
     recipe = load_recipe("vits16", ROTARY | changes)
     large = VITS["vit_large_patch16_dinov3"]
     assert frozen_spec(recipe) == large
-    own = _backbone_weights(large)
+    with torch.device("meta"):
+        own = sum(p.numel() for p in VisionTransformer(large, 224).parameters())
     parts = _fit(changes).memory.parts
     heads = 0 if distill == "features" else 4 * 65536 * 256
     assert 2 * own + heads < parts["frozen teacher"] < 2.05 * own + heads * 1.2

@@ -60,10 +60,6 @@ def _write_metrics(folder, *records):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
 
 
-def _curve(*y):
-    return Curve(np.arange(float(len(y))), np.array(y, dtype=float))
-
-
 def test_the_page_has_every_part(tmp_path, capsys):
     folder = make_run(tmp_path / "run")
     for name in ("map", "neighbors"):
@@ -321,7 +317,7 @@ def test_numbers_as_people_read_them():
 
 def test_figures_of_a_run():
     images = Curve(np.array([1.0, 2]), np.array([100.0, 400]))  # a step of 100 images, and one of 200 after a resume
-    curves = {"images": images, "images_per_second": _curve(100, 50)}
+    curves = {"images": images, "images_per_second": Curve(np.arange(2.0), np.array([100.0, 50]))}
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
     found = summarize_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}

@@ -139,15 +139,10 @@ def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
 
 
 WHOLE = MASKED | {
-    "eval.val_share": "0.5",
-    "eval.every": "4 steps",
-    "eval.keep_best": "val_loss",
-    "data.global_batch": "2",
-    "objective.koleo_weight": "0.1",
-    "objective.koleo_ranks": "all",
-    "objective.centering": "sinkhorn",
+    "eval.val_share": "0.5", "eval.every": "4 steps", "eval.keep_best": "val_loss", "data.global_batch": "2",
+    "objective.koleo_weight": "0.1", "objective.koleo_ranks": "all", "objective.centering": "sinkhorn",
     "length": "4 steps",
-}
+}  # fmt: skip
 
 
 def _val(run):

@@ -225,17 +225,13 @@ def rgb_place(tmp_path_factory):
     return rgb_place
 
 
-def _flags(said: str) -> dict[str, str]:
-    return dict(re.findall(r"--(\S+) ([^\s;]+)", said))
-
-
 def test_a_recipe_for_other_channels_is_told_theirs(rgb_place, tmp_path):
     start, run = {"model.init_from": str(rgb_place / "rgb")}, tmp_path / "run"
     said = train_alone(rgb_place / "4", run, max_steps=1, changes=start)
     assert said.startswith("model.in_chans is 3, and images of data.source folder have 4 channels; set --model.in_cha")
     assert "\n" not in said
     assert said.endswith("; model.init_from stays: its weights are adapted") and not run.exists()
-    flags = _flags(said)
+    flags = dict(re.findall(r"--(\S+) ([^\s;]+)", said))
     assert flags == {"model.in_chans": "4"}
     assert train_alone(rgb_place / "4", run, max_steps=1, changes=start | flags) is None
     assert "its channels are adapted from 3 to 4 (patch_embed.proj.weight)" in log_of(run)

@@ -21,12 +21,9 @@ from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_tiny
 
 SHARE = {
-    "eval.val_share": "0.3",
-    "eval.every": "2 steps",
-    "eval.k": "5",
-    "eval.pictures_every": "4 steps",
+    "eval.val_share": "0.3", "eval.every": "2 steps", "eval.k": "5", "eval.pictures_every": "4 steps",
     "length": "6 steps",
-}
+}  # fmt: skip
 DETAILS = ("ZeRO", "kernels", "prototypes", "saves ", "save ", "entropy", "bottleneck", "micro-batch")
 
 

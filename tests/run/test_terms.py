@@ -37,14 +37,10 @@ from tests.run.harness import (
 from tests.run.test_resume import assert_same_checkpoint
 
 DINOV2 = {
-    "crops.mask": "dinov2",
-    "objective.ibot_weight": "1",
-    "objective.koleo_weight": "0.1",
-    "objective.centering": "sinkhorn",
-    "ibot_head.prototypes": "40",
-    "ibot_head.hidden": "48",
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
+    "objective.centering": "sinkhorn", "ibot_head.prototypes": "40", "ibot_head.hidden": "48",
     "ibot_head.bottleneck": "16",
-}
+}  # fmt: skip
 ACCUMULATED = {"gradient_accumulation_steps": "2"}
 
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import VITS, ViTSpec
+from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_timm
@@ -41,21 +40,13 @@ TOY = {"model.backbone": "vit_small_patch14_dinov2", "model.patch_size": "4", "m
 """The network of the recorded trajectories; native images of 32 pixels, two blocks."""
 
 
-def _toy(source: object, **changes: str) -> Recipe:
-    return load_recipe(None, {**TINY, **TOY, **MASKED, **HEADS, "model.init_from": str(source), **changes})
-
-
 def _start(source: object, **changes: str) -> Network:
-    return build_network(_toy(source, **changes), PerformanceOptions())
+    recipe = load_recipe(None, {**TINY, **TOY, **MASKED, **HEADS, "model.init_from": str(source), **changes})
+    return build_network(recipe, PerformanceOptions())
 
 
 def _recorded() -> dict[str, Tensor]:
     return {name.removeprefix("init."): t for name, t in golden_v2("trajectory_dinov2").items() if name[:5] == "init."}
-
-
-def _in_chunks(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names under student.block_chunks 2, blocks.CHUNK.BLOCK: one of two blocks in each."""
-    return {re.sub(r"blocks\.(\d+)\.", r"blocks.\1.\1.", name): t for name, t in theirs.items()}
 
 
 @pytest.fixture(params=["teacher_checkpoint", "training"])
@@ -63,7 +54,8 @@ def saved(request, tmp_path):
     theirs = _recorded()
     content: dict[str, object] = {"teacher": theirs}
     if request.param == "training":
-        theirs = _in_chunks(theirs)
+        # Names under student.block_chunks 2, blocks.CHUNK.BLOCK: one of two blocks in each.
+        theirs = {re.sub(r"blocks\.(\d+)\.", r"blocks.\1.\1.", name): t for name, t in theirs.items()}
         whole = {f"teacher.{name}": t for name, t in theirs.items()}
         whole |= {f"student.{name}": t + 1 for name, t in theirs.items()}
         content = {"model": whole | {"dino_loss.center": torch.zeros(1, 96)}, "optimizer": {}, "iteration": 3}
@@ -136,18 +128,11 @@ def test_a_mask_token_that_only_one_of_the_two_has(tmp_path, registers):
 
 
 RUN = {
-    "model.backbone": "vit_small_patch14_reg4_dinov2",
-    "model.pos_embed_interpolation": "antialias",
-    "crops.mask": "dinov2",
-    "objective.ibot_weight": "1",
-    "objective.koleo_weight": "0.1",
-    "objective.freeze_prototypes": "0 steps",
-    "head.learned_lengths": "true",
-    "ibot_head.learned_lengths": "true",
-    "ibot_head.prototypes": "40",
-    "ibot_head.hidden": "24",
-    "ibot_head.bottleneck": "8",
-}
+    "model.backbone": "vit_small_patch14_reg4_dinov2", "model.pos_embed_interpolation": "antialias",
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
+    "objective.freeze_prototypes": "0 steps", "head.learned_lengths": "true", "ibot_head.learned_lengths": "true",
+    "ibot_head.prototypes": "40", "ibot_head.hidden": "24", "ibot_head.bottleneck": "8",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +187,6 @@ def _random(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def _spec(name: str) -> ViTSpec:
-    """Two narrow blocks of the released one."""
-    spec = VITS[name]
-    return dataclasses.replace(spec, depth=2, width=128, heads=128 * spec.heads // spec.width)
-
-
 def _backbone(name: str, **changes: object) -> Backbone:
     spec = dataclasses.replace(VITS[name], **{"width": 128, "heads": 2, "depth": 2, **changes})
     vit = VisionTransformer(spec, SIZE, BackboneOptions())
@@ -215,14 +194,12 @@ def _backbone(name: str, **changes: object) -> Backbone:
     return Backbone(vit, SIZE, "a test", {"timm_name": name, "step": 3, "images": 24})
 
 
-def _traits(name: str) -> tuple[object, ...]:
-    spec = VITS[name]
-    return spec.swiglu, spec.mlp_ratio, spec.qkv_bias
-
-
-@pytest.mark.parametrize("name", sampled(KINDS, _traits))
+@pytest.mark.parametrize(
+    "name", sampled(KINDS, lambda name: (VITS[name].swiglu, VITS[name].mlp_ratio, VITS[name].qkv_bias))
+)
 def test_timm_s_file_gives_timm_s_features(name, tmp_path):
-    spec = _spec(name)
+    whole = VITS[name]
+    spec = dataclasses.replace(whole, depth=2, width=128, heads=128 * whole.heads // whole.width)
     arguments = {"depth": spec.depth, "embed_dim": spec.width, "num_heads": spec.heads}
     theirs = _random(timm.create_model(name, num_classes=0, global_pool="token", **arguments))
     torch.save(theirs.state_dict(), tmp_path / "a.pth")
