@@ -342,13 +342,6 @@ def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, 
     assert "engine   ZeRO 1, bf16" in log_of(cut).rpartition("images   ")[2]
 
 
-def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cut: Path):
-    changed = train_in(place, ["--run_dir", str(cut), "--resume", "--optimizer.lr", "0.02", "--log_every", "2"])
-    assert str(changed).endswith(": optimizer.lr 0.01 -> 0.02; accept with --allow_change optimizer.lr")
-    assert train_in(place, ["--run_dir", str(cut), "--resume", "--log_every", "2"]) is None
-    assert [step for step, _ in losses_of(cut)] == [1, 2, 3, 4, 6]
-
-
 def test_images_that_are_nowhere_are_said_with_both_places(place: Path, cut: Path, tmp_path: Path):
     path = cut / "environment.json"
     about = json.loads(path.read_text())
