@@ -51,15 +51,8 @@ _WHY = "torch 2.11 can't play or compile for a GPU that is not there; 2.12 and 2
 needs_fake_cuda = pytest.mark.skipif(_TOO_OLD, reason=_WHY)
 
 _NOT_COUNTED = (
-    "mm",
-    "addmm",
-    "addmm_",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "attention",
-    "attn",
-)  # in bytes: these compute
+    "mm", "addmm", "addmm_", "bmm", "baddbmm", "convolution", "attention", "attn",
+)  # in bytes: these compute  # fmt: skip
 _HOST_READS = (
     "_local_scalar_dense",
     "nonzero",

@@ -258,15 +258,12 @@ def test_a_loaded_model_embeds_as_the_command_and_finds_what_is_similar(run, fol
     ("given", "kind", "read"),
     [
         ({"run_dir": "~/runs/a"}, "options", {"run_dir": f"{Path.home()}/runs/a"}),
-        ({"max_steps": np.int64(4)}, "options", {"max_steps": 4}),
         ({"from_": "runs/x"}, "options", {"from": "runs/x"}),
         ({"config": ["vits16", Path("own.yaml")]}, "options", {"config": "vits16,own.yaml"}),
         ({"optimizer.lr": np.float32(0.5)}, "recipe", {"optimizer.lr": 0.5}),
-        ({"model.init_from": None}, "recipe", {"model.init_from": None}),
         ({"crops": {"global_scale": (0.4, 1)}}, "recipe", {"crops.global_scale": (0.4, 1)}),
         ({"model": {"arguments": {"layers": [1, 1]}}}, "recipe", {"model.arguments": {"layers": (1, 1)}}),
         ({"ds": {"wandb": {"enabled": True}}}, "ds", {"wandb.enabled": True}),
-        ({"ds.gradient_clipping": None}, "ds", {"gradient_clipping": None}),
     ],
     ids=str,
 )
@@ -303,14 +300,12 @@ def test_a_recipe_of_python_values_is_that_of_their_text():
         (lambda: dino_ds.embed("vit", [3]), ConfigError, "a list with a int"),
         (lambda: dino_ds.embed("vit", ["a\nb"]), ConfigError, "a line break or a tab"),
         (lambda: Run("oldd"), ConfigError, r"oldd is not a folder: give that of a run.*\. Did you mean .*old\?$"),
-        (lambda: Run("none/nope"), ConfigError, "is not a folder"),
         (lambda: Run("old").metrics, ConfigError, r"old holds no metrics\.jsonl .*: give a run's folder$"),
         (lambda: Run("old").load(), CheckpointError, "old"),
         (lambda: Run("empty").report(), ConfigError, "empty is not a run folder"),
         (lambda: Run("odd").metrics, ConfigError, r"metrics\.jsonl has a damaged line .*: remove it"),
         (lambda: Run("deep").metrics, ConfigError, r"metrics\.jsonl has a damaged line .*: remove it"),
         (lambda: dino_ds.load(None), CheckpointError, "a NoneType is not the name of a model; give a run folder or"),
-        (lambda: dino_ds.load(b"runs/x"), CheckpointError, "a bytes is not the name of a model; give a run folder or"),
     ],
 )
 def test_what_names_no_images_and_no_run_is_refused_at_once(call, error, says, tmp_path, monkeypatch):
@@ -324,15 +319,6 @@ def test_what_names_no_images_and_no_run_is_refused_at_once(call, error, says, t
         call()
 
 
-def test_the_folder_of_an_earlier_run_is_a_run(tmp_path, monkeypatch):
-    (tmp_path / "old").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run = dino_ds.Run("~/old")
-    assert run == dino_ds.Run(tmp_path / "old") and os.fspath(run) == str(tmp_path / "old")
-    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    assert run.metrics == [{"step": 1}]
-
-
 @pytest.mark.parametrize(
     ("given", "error", "answer"),
     [
@@ -344,7 +330,6 @@ def test_the_folder_of_an_earlier_run_is_a_run(tmp_path, monkeypatch):
         ({"json": True}, ConfigError, "not an option in Python"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"callbacks": print}, ConfigError, "a list of functions"),
-        ({"ranks": 2}, ConfigError, "--ranks: unknown option: the launcher starts the processes"),
     ],
     ids=str,
 )

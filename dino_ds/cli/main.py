@@ -11,6 +11,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import re
 import select
 import shlex
 import signal
@@ -25,7 +26,7 @@ from typing import Any
 
 from dino_ds import __version__, errors
 from dino_ds.basics.machine import check_ranks, speaks_for_its_machine
-from dino_ds.basics.names import as_written, did_you_mean, weights_elsewhere, words_elsewhere
+from dino_ds.basics.names import as_written, did_you_mean, suggestion, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.loading import write_recipe
@@ -235,7 +236,8 @@ def _say_notes(notes: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    near = f"dino-ds --help lists them.{did_you_mean(words[0], COMMANDS)}"
+    longer = [name for name in COMMANDS if re.match(rf"{re.escape(words[0])}[- ]", name)]
+    near = f"dino-ds --help lists them.{suggestion(longer) or did_you_mean(words[0], COMMANDS)}"
     return f"{as_written(words[0])} is not a command: {words_elsewhere('commands').get(words[0]) or near}"
 
 

@@ -138,7 +138,7 @@ Outputs = Mapping[str, Mapping[str, Output]]
 @dataclass(frozen=True)
 class Needs:
     """The outputs that a term reads from the student's network and from each teacher's: names of `queries`, or features
-    such as "cls/global" and "patches/global"."""
+    such as "cls/global" (v * b, d) and "patches/global" (v * b, n, d), crop-major."""
 
     student: tuple[str, ...]
     teachers: Mapping[str, tuple[str, ...]]

@@ -18,7 +18,7 @@ from dino_ds.basics.files import replace_file, replacing_folder
 from dino_ds.checkpoint import folder as checkpoint_folder
 from dino_ds.checkpoint import manifest as checkpoint_files
 from dino_ds.checkpoint import manifest as checkpoint_writing
-from dino_ds.checkpoint.manifest import FileRecord, checksum, is_plain_file, write_tensors
+from dino_ds.checkpoint.manifest import FileRecord, checksum, write_tensors
 from dino_ds.engine import distributed
 from dino_ds.errors import OutOfMemory, StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of
@@ -193,12 +193,6 @@ class TestFullDisk:
             SmallRun(tmp_path).train().save(wait=True)
         assert folders(tmp_path) == []
 
-    def test_too_little_space_is_seen_before_anything_is_written(self, tmp_path, monkeypatch):
-        run = SmallRun(tmp_path, background=False).train()
-        monkeypatch.setattr(checkpoint_folder, "_SPARE_BYTES", 2**60)
-        run.save()
-        assert "MB needed" in run.said[0] and folders(tmp_path) == []
-
     @pytest.mark.parametrize("mib,good", [(1, 0), (4, 2), (6, 4)])
     def test_a_real_full_disk(self, tmp_path, mib, good, monkeypatch):
         """Two checkpoints of 1.6 MB on a disk of a few MiB; without the check of free space, writing meets its end."""
@@ -307,13 +301,6 @@ def test_a_disk_that_gives_other_bytes_back_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", flip)
     with pytest.raises(OSError, match="other bytes back"):
         write_tensors(path, TENSORS, {})
-
-
-def test_links_and_pipes_are_no_plain_files(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    os.mkfifo(tmp_path / "pipe")
-    assert [is_plain_file(tmp_path / name) for name in ("file", "link", "pipe", "none")] == [True, False, False, False]
 
 
 def test_a_replaced_file_is_old_or_new(tmp_path, monkeypatch):

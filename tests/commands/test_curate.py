@@ -24,17 +24,7 @@ from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
-from dino_ds.evals.curation import (
-    Vectors,
-    cluster_levels,
-    draw,
-    first_centers,
-    groups,
-    k_means,
-    nearest_rows,
-    pairs_of_cosine,
-    pairs_of_pictures,
-)
+from dino_ds.evals.curation import Vectors, cluster_levels, draw, groups, nearest_rows, pairs_of_cosine
 from dino_ds.options.definition import CurateOptions
 from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import reproduction
@@ -74,15 +64,6 @@ def test_neighbors_and_groups_are_those_of_brute_force(features, memory_gib):
                 break
             group = new
         assert (groups(len(unit), pairs_of_cosine(vectors, threshold)) == group).all()
-
-
-@pytest.mark.parametrize("memory_gib", [SMALL, LARGE])
-def test_k_means_is_as_good_as_that_of_scikit_learn(features, memory_gib):
-    """From the same centers the loss is within 1 %."""
-    vectors = Vectors.of(features, memory_gib, CPU)
-    centers = first_centers(vectors, 20, np.random.default_rng(1))
-    theirs = KMeans(20, init=centers.numpy(), n_init=1).fit(vectors.take(slice(None)).numpy())
-    assert k_means(vectors, centers)[2].sum() <= 1.01 * theirs.inertia_
 
 
 @pytest.mark.slow
@@ -162,21 +143,6 @@ def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path, 
     source = training_source(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data)
     assert len(source) == 60 and len(source.classes) == 2
     assert Image.open(tmp_path / "out/duplicates.png").width > 200
-
-
-def test_thumbnails_find_copies_among_look_alikes():
-    """Shifted crops and brighter copies of textures whose features are all alike, and nothing else."""
-    draws = np.random.default_rng(0)
-    textures = draws.integers(0, 200, (40, 1, 12, 12)).astype(np.float32)
-    pictures = torch.nn.functional.interpolate(torch.from_numpy(textures), (32, 32), mode="bicubic")
-    crops = torch.nn.functional.interpolate(pictures[:3, :, 2:32, 1:31], (32, 32), mode="bicubic")
-    rows = torch.cat([pictures, crops, 1.15 * pictures[3:6]]).flatten(1).numpy().astype(np.float16)
-    vectors = Vectors.of(draws.normal(size=(46, 2)).astype(np.float32), LARGE, CPU)
-    vectors.rows[40:] = vectors.rows[:6] + 0.01
-    pairs = [
-        tuple(pair) for first, second in pairs_of_pictures(vectors, rows) for pair in zip(first, second, strict=True)
-    ]
-    assert pairs == [(row, 40 + row) for row in range(6)]
 
 
 def test_both_forms_give_the_same_clusters_which_balance_training(place, tmp_path):
@@ -273,8 +239,6 @@ REFUSED = {
     "parquet": ("parquet", lambda place: (place / "parquet.parquet").write_bytes(b"PAR1"), "not as embed writes"),
     "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "not as embed writes"),
     "empty": ("npy", lambda place: (place / "npy.npy.json").write_text("{}"), "json has no format number"),
-    "shape": ("npy", lambda place: _described(place, shape=[7]), "not as embed writes"),
-    "types": ("npy", lambda place: _described(place, origin=3), "not as embed writes"),
     "patches": ("npy", lambda place: _described(place, what="patches"), "maps of patches: embed with --what cls"),
     "more": (
         "npy",
@@ -295,15 +259,6 @@ def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
     assert "\n" not in str(told.value) and not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=said):
         dino_ds.find(copy / f"{form}.{form}", ["0"], root=copy / "images", out=tmp_path / "out")
-
-
-def test_features_without_a_digest_are_used_with_a_note(place, tmp_path):
-    copy = shutil.copytree(place, tmp_path / "place", symlinks=True)
-    about = json.loads((copy / "npy.npy.json").read_text())
-    del about["rows_sha256"]
-    (copy / "npy.npy.json").write_text(json.dumps(about))
-    with pytest.warns(UserWarning, match="whether the rows are in the order of the images is not known"):
-        dino_ds.find(copy / "npy.npy", ["0"], root=copy / "images")
 
 
 @pytest.mark.parametrize(

@@ -188,13 +188,6 @@ def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, wor
         _run(place, out=str(place / "nowhere/results.json"))
 
 
-def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
-    (place / "config.yaml").write_text("")
-    (place / "evaluations.json").mkdir()
-    with pytest.raises(ConfigError, match=r"json can't be written.*evaluate its teacher\.safetensors"):
-        _run(place)
-
-
 def test_what_evaluations_leave_out():
     """What has no k neighbors, which is said, and an error where nothing is left."""
     rows, notes = Labeled(torch.randn(6, 4), torch.arange(6) % 2, 2), list[str]()

@@ -110,15 +110,6 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
             assert (levels - torch.from_numpy(np.array(shown)).float()).abs().max() <= 1
 
 
-def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, looked, tmp_path):
-    sheet = Image.open(looked[1] / "look.png")
-    look(folder, tmp_path, images=1)
-    one = Image.open(tmp_path / "look.png")
-    assert sheet.width == one.width and one.height < sheet.height < 3 * one.height
-    colors = {color[:3] for _, color in sheet.getcolors(1 << 24)}
-    assert {(232, 89, 12), (28, 126, 214)} <= colors
-
-
 def test_nothing_to_look_at_and_no_place_for_the_sheet(folder, tmp_path):
     empty, broken = tmp_path / "empty", tmp_path / "broken"
     empty.mkdir()

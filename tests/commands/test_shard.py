@@ -52,10 +52,6 @@ def tree(root: Path) -> dict[str, bytes]:
     return files
 
 
-def files_below(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 def make(root: Path, out: Path, **options) -> Result:
     return shard.run(ShardOptions(root=str(root), out=str(out), workers=2, **options))
 
@@ -80,8 +76,8 @@ def test_round_trip_is_byte_identical(made, tmp_path):
     (tmp_path / "again").mkdir()
     for path in (place / "shards").glob("*.tar"):
         subprocess.run(["tar", "xf", path, "-C", tmp_path / "again"], check=True)
-    found = files_below(tmp_path / "again")
-    assert {name: data for name, data in found.items() if not name.endswith(".cls")} == files
+    found = [path for path in (tmp_path / "again").rglob("*.*") if path.suffix != ".cls"]
+    assert {str(path.relative_to(tmp_path / "again")): path.read_bytes() for path in found} == files
 
 
 def test_checksums_are_sha256sums_and_other_readers_see_webdataset(made):
@@ -189,12 +185,6 @@ def test_images_that_are_all_unreadable_are_an_error(tmp_path):
     (tmp_path / "images/a.png").write_bytes(b"")
     with pytest.raises(DataError, match="none of 1 images can be read, the first one"):
         make(tmp_path / "images", tmp_path / "shards")
-
-
-def test_an_out_that_can_not_be_written(made, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="shards can't be written to"):
-        make(made[0] / "images", tmp_path / "file/shards")
 
 
 def test_images_of_one_name_and_of_one_key_keep_their_own_files_and_classes(made, tmp_path):

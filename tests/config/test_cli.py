@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
@@ -25,7 +24,6 @@ from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
 from dino_ds.config.stages import TrainOptions
 from dino_ds.engine.process import fp16_supported
 from dino_ds.errors import CheckpointError
-from dino_ds.evals.context import Settings
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import (
     COMMANDS,
@@ -38,9 +36,7 @@ from dino_ds.options.commands import (
     help_text,
 )
 from dino_ds.options.definition import Command
-from dino_ds.options.flags import drop_local_rank, parse_flags
-from dino_ds.report.pictures import KINDS
-from dino_ds.weights.export import FORMATS
+from dino_ds.options.flags import parse_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,25 +82,8 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert options == TrainOptions(run_dir="1e3", max_steps=7, resume=True)
 
 
-def test_defaults_and_aliases(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)  # no folder of a run's name is there
-    words = "--deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false --data.global_batch 4"
-    cli.main(["train", "--data.root", f"{ROOT}/tests", *words.split()])
-    ((options, files),) = calls
-    assert files["ds"]["fp16"]["enabled"] and Path(files["ds_path"]).name == "zero2_fp16.json"
-    assert files["recipe"].data.root == f"{ROOT}/tests" and files["request"].names_ds_config
-    assert options == TrainOptions(run_dir="runs/vits16")
-
-
 @pytest.mark.parametrize(
-    "words,value",
-    [
-        (["--resume", "auto"], "auto"),
-        (["--resume=auto"], "auto"),
-        (["--resume", "500"], 500),
-        (["--resume=false"], False),
-        (["--resume", "--seed", "1"], True),
-    ],
+    "words,value", [(["--resume", "auto"], "auto"), (["--resume", "500"], 500), (["--resume", "--seed", "1"], True)]
 )
 def test_resume_is_a_switch_that_may_say_from_where(calls: list[Any], tmp_path: Path, words: list[str], value: object):
     cli.main(["train", "--config", "quickstart", "--run_dir", str(tmp_path / "run"), *words])
@@ -145,12 +124,9 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path, 
         ("quickstart-x quickstart-02 other", "", "quickstart", ""),
         ("quickstart", "", "quickstart-2", "runs/quickstart holds a run, which --resume --run_dir runs/quickstart"),
         ("quickstart quickstart-2 quickstart-10", "", "quickstart-11", "runs/quickstart-10 holds a run"),
-        ("quickstart-3", "", "quickstart-4", "runs/quickstart-3 holds a run"),
         ("quickstart", "--resume", "quickstart", ""),
         ("quickstart quickstart-2", "--resume", "quickstart-2", "the newest of 2"),
-        ("quickstart quickstart-2", "--resume auto", "quickstart-2", "the newest of 2"),
         ("", "--resume auto", "quickstart", ""),
-        ("quickstart", "--run_dir runs/quickstart", "quickstart", ""),
     ],
 )
 def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
@@ -219,9 +195,7 @@ def test_on_several_machines_the_ranks_choose_no_folder(
             ("knn", "ridge", "statistics"),
             ["data.source"],
         ),
-        ("--config quickstart --data.root {imgs} --eval.evals knn", "folder", ("knn",), ["data.source"]),
         ("--config quickstart", "photos", ("knn", "ridge", "statistics"), []),
-        ("--data.root {imgs}", "folder", "auto", []),
     ],
 )
 def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
@@ -251,12 +225,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
                 f"--model.backbone: '{typed}' is neither timm's nor a class of yours as "
                 f"module:Class. The nearest are {near}",
             )
-            for typed, near in (
-                ("resnet5", "resnet50, "),
-                ("reznet50", "resnet50, "),
-                ("vit_smal", "vit_small_patch8_224, vit_small_patch16_224"),
-                ("convnextiny", "convnext_tiny, "),
-            )
+            for typed, near in (("resnet5", "resnet50, "), ("vit_smal", "vit_small_patch8_224, vit_small_patch16_224"))
         ),
         ("train --micro_batch 4", "--micro_batch: unknown option: it belongs to the ds JSON: train_micro_batch_size_"),
         ("train --crops 2", "--crops: unknown option: this is a section of the recipe: set crops.global_size, "),
@@ -269,32 +238,22 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("train optimizer.lr=1e-3", "unexpected 'optimizer.lr=1e-3': options are written --key value; a value with"),
         ("train --crops.global_scale 0.4 1.0 a b c", "unexpected '1.0', 'a', 'b', ...: options are written --key"),
         ("train --config", "--config has no value: write --config VALUE"),
-        ("train --seed 1 --seed=2", "--seed is given twice: '1' and '2'"),
         ("train --ds_config a.json --deepspeed_config b.json", "--ds_config is given twice: 'a.json' and 'b.json'"),
         ("train --resume=maybe", "--resume: 'maybe' is not auto or the step of a checkpoint"),
-        ("train --config vits17", "no recipe is named 'vits17': "),
-        ("train --config quickstart --ds_config zero2_fp61.json", "zero2_fp61.json is neither a file nor"),
         ("train --data.root {imgs}/*.jpg", "no file matches data.root {imgs}/*.jpg: a pattern names files that list"),
-        ("train --data.root {imgs} --eval.root {imgs}/?.png", "no file matches eval.root {imgs}/?.png: "),
-        ("train --data.root {imgs} --resume aaaaaaa{long}", "unexpected 'aaaaaaa"),
         ("train --data.root {imgs} --resume=aaaaaaa{long}", "--resume: 'aaaaaaa"),
         ("train --bbbbbb{long} 3", "--bbbbbb"),
         ("trian", "'trian' is not a command: dino-ds --help lists them. Did you mean train?"),
-        ("bench stp", "'bench' is not a command: dino-ds --help lists them."),
+        ("bench stp", "'bench' is not a command: dino-ds --help lists them. Did you mean bench step, bench ladder, "),
+        ("look x", "'look' is not a command: dino-ds --help lists them. Did you mean look-data?"),
         ("--config x", "'--config' is not a command"),
-        ("shard --ds.fp16.enabled true", "--ds.fp16.enabled: unknown option."),
         ("shard --root a", "no out is given: dino-ds shard --root X --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value"),
         ("train small", "'small' has no option before it: write --data.root small, or --config small"),
         ("train {imgs} --data.root b", "--data.root is given twice: 'b' and '{imgs}'"),
         ("train --resume {run}", "'{run}' has no option before it: write --data.root {run}, or --resume --run_dir "),
         ("embed x {run} --out a.npy", "'{run}' has no option before it: write --root {run}, or model {run} first"),
-        ("train {run}/config.yaml", "'{run}/config.yaml' has no option before it: write --data.root {run}/config.yaml"),
-        ("export a {imgs} --format timm", "unexpected '{imgs}': options are written --key value"),
-        ("eval a --model b", "--model is given twice: 'a' and 'b'"),
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
-        ("export a", "no format is given: dino-ds export MODEL --format safetensors, one of: safetensors, timm, onnx"),
-        ("export a --format onxx", "--format: 'onxx' is not one of safetensors, timm, onnx."),
     ],
 )
 def test_wrong_words_stop_before_torch_is_loaded(
@@ -317,7 +276,6 @@ def test_wrong_words_stop_before_torch_is_loaded(
     [
         ("train {imgs} --run_dir {imgs}/r", "data.root"),
         ("look-data --out x.png {imgs}", "data.root"),
-        ("train --seed 1 {imgs}/*.jpg", "data.root"),
         *((f"{command} MODEL {{imgs}}", "root") for command in ("eval", "pictures", "embed --out a.npy", "curate")),
         ("shard {imgs} --out shards", "root"),
     ],
@@ -334,29 +292,6 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
     assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
     lines = errors("train", "--data.root", "/x", "--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json")
     assert len(lines) == 3
-
-
-def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
-    monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
-    (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
-    assert line == "--out b does not end in .onnx, as such files must: rename it"
-    if not importlib.util.find_spec("onnxscript"):
-        assert errors("export", "a", "--format", "onnx") == ["onnxscript is not installed: pip install 'dino_ds[onnx]'"]
-    (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
-    assert line == "--out b does not end in .safetensors, as such files must: rename it"
-    (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))
-    assert line == f"{ROOT} is there already: remove it, or name another with --out"
-
-
-def test_choices_and_defaults_that_are_only_shown_are_those_of_the_tools():
-    choices = {
-        (name, option.name): option.choices for name, command in COMMANDS.items() for option in command.own_options
-    }
-    assert choices["export", "format"] == tuple(FORMATS)
-    assert choices["pictures", "only"] == KINDS
-    shown = {option.name: option.fact("shown") for option in COMMANDS["eval"].own_options}
-    settings = {"k": ",".join(map(str, Settings().ks)), "temperature": str(Settings().temperature)}
-    assert {name: shown[name] for name in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -446,13 +381,14 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(tmp_path: Path):
         "import sys\nfrom dino_ds.cli.main import main\n"
         "nowhere = 'train --data.root nowhere'\n"
         "for words in ('', '--help', 'train --help', 'train --epoch 3', nowhere, f'{nowhere} --ds_config nope.json', "
-        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3', 'eval nowhere/run'):\n"
+        f"'{taken}', 'find x.npy a.jpg', 'curate x.npy --clusters 3', 'export a --format onnx --out b', "
+        "'eval nowhere/run'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"
         "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
-    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 6 + "exit 3\nheavy []\n")
+    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\n" * 7 + "exit 3\nheavy []\n")
 
 
 def test_a_machine_that_surely_lacks_fp16_does(monkeypatch):
@@ -495,11 +431,6 @@ def test_help_lists_every_key_and_every_recipe_by_its_purpose():
     assert all(purpose in help_all and purpose not in first for purpose in others.values())
 
 
-def test_local_rank_of_the_launcher_is_dropped():
-    words = "--local_rank=3 train --local-rank 2 --seed 1 --local_rank"
-    assert drop_local_rank(words.split()) == ["train", "--seed", "1"]
-
-
 def test_a_reader_that_leaves_ends_a_command_in_silence():
     reading, writing = os.pipe()
     os.close(reading)
@@ -524,7 +455,6 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("predict imgs", 2, "dino-ds embed MODEL --root DIR"),
         ("train", 2, "--data.root FOLDER"),
         ("train --data imgs", 2, "write --data.root"),
-        ("train --data.root imgz", 2, "Did you mean imgs?"),
         ("train --data.root imgs --eval.root imgz", 2, "Did you mean imgs?"),
         ("train --data.root imgs --eval.val_root empty", 2, "eval.val_root"),
         ("train --config quickstart --data.source photos --data.root imgs", 2, "say --data.source folder"),
@@ -532,17 +462,13 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root imgs.zip", 2, "unpack archives"),
         ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
         ("train --data.root labels.csv", 2, "a .txt list of paths"),
-        ("train --data.root empty", 2, "give the folder that holds the images"),
         ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
         ("train --data.root https://huggingface.co/datasets/o/n/tree/main", 2, "hf download o/n --repo-type dataset"),
-        ("train --data.root ftp://b/i", 2, "nor one of s3://"),
         ("train --data.root https://me:secret@h/a.tar", 2, "drivers find credentials by themselves"),
         ("train --data.root imgs --run_dir s3://b/run", 2, "keep a run on a disk"),
         ("shard --root imgs --out s3://b/shards", 2, "write the shards to a disk"),
         ("train --data.root imgs --model.backbone facebook/dinov2-small", 2, "as vit_small_patch14_dinov2.lvd142m"),
-        ("train --data.root imgs --model.backbone hf-hub:me/mine", 2, "hf download me/mine --local-dir DIR"),
         ("train --data.root imgs --model.init_from me/mine", 3, "hf download me/mine --local-dir DIR"),
-        ("train --data.root imgs --model.init_from dinov3_vits16", 3, "as vit_small_patch16_dinov3.lvd1689m"),
         ("train --data.root imgs --teacher.source dinov2_vits14", 3, "as vit_small_patch14_dinov2.lvd142m"),
         ("train --data.root imgs --config facebook/dino-vits16", 2, "--model.init_from"),
         ("eval runs/none", 3, "give a run folder or one of its checkpoints, a file of weights"),

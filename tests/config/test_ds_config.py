@@ -111,12 +111,6 @@ def test_deepspeed_s_silence_is_broken(problems):
     ]
 
 
-def test_recipe_knobs_are_sent_home(problems):
-    lines = problems({"optimizer": {"type": "AdamW"}, "lr": 1, "seed": 3, "epochs": 3})
-    homes = [line.split(": it belongs to the recipe: ")[1].split()[0] for line in lines]
-    assert " ".join(homes) == "optimizer.lr, optimizer.lr seed length"
-
-
 @pytest.mark.parametrize("value", [3, False, None, {"enabled": False, "x": 3}], ids=str)
 def test_refused_keys_say_why_unless_they_are_off(load, value: object):
     for name, why in words_elsewhere("refused_ds_keys").items():
@@ -175,16 +169,12 @@ def test_deepspeed_s_defaults_and_what_is_off_are_accepted(load, stage: int):
         _deepspeed_config(_resolve(load({"zero_optimization": {"stage": stage}} | content), 8, 1).raw)
 
 
-_LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ({"wandb": {"enabled": True, "project": "\ud800"}}, "has half a character or a NUL"),
         ({"comms_logger": {"prof_ops": ["a\0"]}}, "has half a character or a NUL"),
         ({"gradient_clipping": "1.0"}, 'gradient_clipping: "1.0" is not a number'),
-        ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto" is not a number'),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 must be >= 1 or auto"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is not true or false'),
         ({"fp16": True}, "fp16: true is not a section"),
@@ -192,9 +182,7 @@ _LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
         ({"communication_data_type": "f16"}, 'communication_data_type: "f16" is not one of fp32, bf16, fp16. Did'),
         ({"fp16": {"enabled": True}}, "stage 0 in fp16 is broken in DeepSpeed 0.19"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "choose one"),
-        ({"bf16": {"enabled": False, "check_grad_overflow": False}}, "bf16.check_grad_overflow: false is not one of"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 2, only at 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, '"nvme" is not one of none, cpu'),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with training in fp32"),
         ('{"zero_optimization": {"stage": 1}}', 'has no "gradient_clipping", and DeepSpeed has a default of its own'),
         ("", "is empty (was it cut off?): write a DeepSpeed JSON into it"),
@@ -202,16 +190,11 @@ _LOW = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
         ('{"gradient_clipping":', "cannot be read as JSON"),
         ({"zero_optimization": {"stage": 3}, "dino_ds": {"compile": True}}, "dino_ds.compile: ZeRO 3 gathers"),
         ({"dino_ds": {"attention": "varlen"}}, 'dino_ds.attention: "varlen" needs bf16 or fp16'),
-        ({"dino_ds": {"compile": "fast"}}, 'dino_ds.compile: "fast" is not one of off, default, max-autotune, re'),
         (
             {"dino_ds": {"compile": "reduce-overhead"}, "activation_checkpointing": {}},
             'compile: "reduce-overhead" does not go',
         ),
         ({"dino_ds": {"deterministic": True, "compile": True}}, "dino_ds.deterministic: dino_ds.compile, whose kern"),
-        (
-            _LOW | {"dino_ds": {"deterministic": True, "attention": "varlen"}},
-            "dino_ds.deterministic: varlen's gradients",
-        ),
     ],
 )
 def test_wrong_values_and_combinations(content: Any, says: str, load):
@@ -306,13 +289,7 @@ def test_batch_sizes_that_disagree(content: dict[str, Any], says: str):
 
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulation", "filled", "notes"),
-    [
-        (2, "bf16", 4, "fp32", 1),
-        (3, "fp16", 2, "fp32", 1),
-        (1, "bf16", 4, None, 1),
-        (2, "bf16", 1, None, 0),
-        (2, "fp32", 4, None, 0),
-    ],
+    [(2, "bf16", 4, "fp32", 1), (3, "fp16", 2, "fp32", 1), (2, "bf16", 1, None, 0)],
 )
 def test_low_precision_accumulates_in_fp32(
     stage: int, precision: str, accumulation: int, filled: str | None, notes: int

@@ -104,9 +104,7 @@ def test_a_file_extends_a_shipped_recipe_or_a_file_beside_it(write, tmp_path: Pa
     [
         ("cifar", "extends: no recipe is named 'cifar': .* Did you mean cifar10"),
         ("nope.yaml", "extends: .*/nope.yaml does not exist"),
-        ("{root}", "extends: {root} is a folder, not a recipe: give"),
         ("[cifar10, mine.yaml]", r"extends: \[cifar10, mine.yaml\] is not one recipe: give"),
-        ("cifar10,vits16", "extends: 'cifar10,vits16' is not one recipe: give"),
         ("mine.yaml", "mine.yaml extends .*mine.yaml: a circle"),
         ("other.yaml", "other.yaml extends .*mine.yaml: a circle"),
         ("{long}.yaml", "{long}.yaml does not exist"),
@@ -119,9 +117,9 @@ def test_what_can_t_be_extended_is_said_in_one_line(write, tmp_path: Path, base:
     assert re.search(problem.format(root=tmp_path, long="x" * 300), line) and line.startswith(path)
 
 
-@pytest.mark.parametrize("backbone", ["convnext_atto", "efficientnet_b0", "mobilenetv3_small_050"])
-def test_another_backbone_drops_what_is_the_recipe_s_network_s(write, backbone: str):
+def test_another_backbone_drops_what_is_the_recipe_s_network_s(write):
     """Its arguments and sizes that the other lacks, in a line that names them; what is given beside the name stays."""
+    backbone = "convnext_atto"
     mine = write(f"extends: resnet18\nmodel: {{backbone: {backbone}}}\n")
     for config, overrides in (("resnet18", {"model.backbone": backbone}), (mine, {})):
         notes: list[str] = []
@@ -235,34 +233,22 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
         (IBOT | {"crops.mask_ratio": "0.0001,0.0002"}, "crops.mask_ratio 0.0001,0.0002 hides none of the 196 patches"),
         ({"objective.ibot_weight": "1"}, "objective.ibot_weight needs masked patches: set crops.mask dinov2"),
         ({"crops.mask": "dinov2"}, "crops.mask dinov2 has no effect with objective.ibot_weight 0"),
-        ({"crops.mask_hides": "false"}, "crops.mask_hides false has no effect with crops.mask none"),
         (IBOT | {"ibot_head.batch_norm": "true"}, "ibot_head.batch_norm true: a rank may have no masked"),
-        (IBOT | {"objective.ibot_head": "shared", "head.batch_norm": "true"}, "head.batch_norm true: a rank may"),
         ({"optimizer.momentum": "0.5"}, "momentum 0.5 has no effect with optimizer.kind adamw: leave it out"),
-        ({"optimizer.kind": "sgd", "optimizer.scale": "0.5"}, "scale 0.5 has no effect with optimizer.kind sgd"),
         (CHANNELS | {"data.std": "none"}, "data.mean is given without data.std: give both or neither"),
         (CHANNELS | {"data.mean": "0.5,0.5"}, "data.mean 0.5,0.5 has 2 values, and model.in_chans is 3: give one a ch"),
         (CHANNELS | {"data.std": "0.2,0.2,0"}, "data.std 0.2,0.2,0 must be 0.0001 to 1, in values whose black is 0"),
-        (CHANNELS | {"data.mean": "123.675,116.28,103.53"}, "must be 0 to 1"),
-        (CHANNELS | {"data.mean": "a"}, "--data.mean: 'a' is not a number"),
         ({"model.rope_rescale": "2"}, "rope_rescale 2.0 is for ViTs with rotary positions"),
-        (ROTARY | {"model.local_cls_norm": "true", "crops.num_local": "0"}, "has no effect with crops.num_local 0"),
-        (ROTARY | {"model.width": "36", "model.heads": "6"}, "is 6 each, and rotary positions"),
         (ROTARY | {"model.pos_embed_interpolation": "antialias"}, "antialias is for ViTs with learned positions"),
         (LAYERS | {"model.arguments": '{"layers": [1], "layers": [2]}'}, "is not keywords as JSON"),
-        (LAYERS | {"model.arguments": '{"drop_rate": NaN}'}, "is not keywords as JSON"),
         (LAYERS | {"model.arguments": '{"drop_path_rate": 0.2}'}, "it is model.drop_path"),
-        ({"gram.crop_size": "448"}, "gram.crop_size 448 has no effect with gram.weight 0: leave it out"),
         (GRAM | {"gram.crop_size": "208"}, "gram.crop_size 208 must be 1 to 2 times crops.global_size 224: 224 to 448"),
         (GRAM | {"gram.crop_size": "250"}, "gram.crop_size 250 is not a multiple of the patch size 16: use 240 or 256"),
-        (GRAM | {"gram.teacher": "ema", "gram.crop_size": "448"}, "gram.crop_size 448 has no effect with gram.teacher"),
         (GRAM | {"gram.teacher": "ema", "teacher.source": "runs/l"}, "gram.teacher ema in a distillation: the EMA"),
         (GRAM | {"gram.start": "200 epochs"}, "gram.start 200 epochs is longer than length 100 epochs"),
         ({"head.learned_lengths": "true", "head.free_prototypes": "true"}, "head: learned_lengths true and free_prot"),
         ({"optimizer.warmup": "3 steps from step 2"}, "counts from the beginning of the run"),
-        ({"objective.student_temp": "0"}, "--objective.student_temp: 0 must be > 0"),
         ({"optimizer.lr": "nan"}, "--optimizer.lr: 'nan' is not a number"),
-        ({"crops.global_scale": "0,1"}, "is not a range of areas"),
         ({"length": "0 steps"}, "must be more than 0"),
         *(
             ({"length": text}, "is not a length")
@@ -278,15 +264,6 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
 def test_what_is_out_of_range_or_does_not_fit_is_refused_in_one_line(changes: dict[str, str], text: str):
     (problem,) = _problems(**changes)
     assert text in problem
-
-
-def test_statistics_of_channels_are_numbers_or_none(write):
-    given = {"model.in_chans": "2", "data.mean": "0.1,0.2", "data.std": "[0.3, 0.4]"}
-    recipe = load_recipe(None, given)
-    assert recipe.data.mean == (0.1, 0.2) and recipe.data.std == (0.3, 0.4)
-    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
-    assert change_recipe(recipe, {"data.mean": "none", "data.std": "none"}).data.mean is None
-    assert {option.name: option.type for option in recipe_options()}["data.mean"] == "numbers or none"
 
 
 def test_unknown_recipe_backbone_and_missing_file(write, tmp_path: Path):
@@ -354,7 +331,6 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
         ("vits16", {"optimizer.schedule": "constant", "optimizer.min_lr": "1e-7"}, "min_lr 1e-07 has no effect"),
         ("vits16", {"crops.num_local": "0", "crops.local_size": "64"}, "has no effect with crops.num_local 0"),
         ("small", {"objective.teacher_temp": "0.02"}, "teacher_temp 0.02 has no effect with objective.dino_weight 0"),
-        ("vits16", {"optimizer.warmup": "0 steps", "optimizer.warmup_shape": "cosine"}, "optimizer.warmup 0 steps"),
     ],
 )
 def test_a_given_key_without_effect_is_said(recipe, changes, said):
@@ -395,8 +371,6 @@ def test_keys_of_a_shipped_recipe_that_an_override_makes_idle_return_to_their_de
         ({"objective.koleo_weight": "0.1"}, (1, 2, 1), "koleo compares images, .*: raise train_micro_batch_size"),
         ({"objective.koleo_weight": "0.1"}, (1, 1, 1), "koleo compares images, .*: raise data.global_batch"),
         ({"objective.koleo_weight": "0.1", "objective.koleo_ranks": "all"}, (1, 1, 8), ""),
-        ({"objective.koleo_weight": "0.1"}, (2, 1, 1), ""),
-        ({"objective.coding_rate_weight": "1"}, (1, 2, 1), "coding_rate compares images"),
         ({"objective.centering": "sinkhorn"}, (1, 1, 1), "dino compares images, .*: raise data.global_batch"),
         ({}, (1, 1, 1), ""),
     ],

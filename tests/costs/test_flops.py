@@ -20,7 +20,6 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.method.build import build_network
 from dino_ds.method.networks import optimizer_options
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.planning.measure import build_trial, resolve
 from dino_ds.weights.export import export_safetensors
@@ -32,11 +31,8 @@ from tests.sample import sampled
 
 # As many patches are hidden as is expected.
 IBOT = {
-    "crops__mask": "dinov3",
-    "crops__mask_share": "1",
-    "crops__mask_ratio": "0.5,0.5",
-    "objective__ibot_weight": "1",
-}
+    "crops__mask": "dinov3", "crops__mask_share": "1", "crops__mask_ratio": "0.5,0.5", "objective__ibot_weight": "1",
+}  # fmt: skip
 SINKHORN = {"objective__centering": "sinkhorn"}
 GRAM = {"gram__weight": "1", "gram__teacher": "snapshot", "crops__num_local": "1"}
 
@@ -76,11 +72,7 @@ STEPS = [
     {"model__stochastic_depth": "batched", "model__drop_path": "0.5", "model__drop_path_growth": "uniform"},
     OWN,
 ]
-LEVERS = [
-    {},
-    {"dino_ds": {"cls_only_last_block": False, "packed": False}},
-    {"activation_checkpointing": {}},
-]
+LEVERS = [{}, {"dino_ds": {"cls_only_last_block": False, "packed": False}}, {"activation_checkpointing": {}}]
 
 
 @pytest.mark.slow
@@ -124,12 +116,6 @@ def test_what_is_not_executed_is_credited():
     assert sum(model_flops(recipe).values()) == whole
 
 
-def test_grouped_convolutions_cost_twice_their_forward_pass():
-    """torch's own formula takes their gradient for that of dense ones. The first convolution's images need none."""
-    found = model_flops(cnn_recipe(NETWORKS["convnext"]))
-    assert 1.7 * found["student"] < found["backward"] < 2 * found["student"]
-
-
 def test_the_expected_number_of_hidden_patches_is_that_of_the_masks():
     """Of 4,000 crops: within 3 % for the law dinov3, whose standard error is 1 %; dinov2's falls short of its ratios,
     by more where crops are of few patches."""
@@ -137,13 +123,6 @@ def test_the_expected_number_of_hidden_patches_is_that_of_the_masks():
         recipe = load_recipe("vits16", {"crops.mask": law, "objective.ibot_weight": "1"})
         rows = synthetic_masks(recipe, 2000, torch.device("cpu"))["global"]["rows"]
         assert least < len(rows) / (2 * 2000 * 14**2) / expected_hidden(recipe) < 1.03
-
-
-def test_known_models():
-    """ViT-S/16 with DINO's head and 2x224 + 8x96: 113.4 GFLOP an image, and the product of the teacher's logits that
-    moves the center."""
-    assert sum(model_flops(Recipe()).values()) == pytest.approx(113.4e9, rel=2e-3)
-    assert BackboneOptions().cls_only_last_block
 
 
 def test_products_of_muon_are_counted():

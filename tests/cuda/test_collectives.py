@@ -7,7 +7,6 @@ saves and resumes exchange them, which torch moves to the device.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -45,7 +44,6 @@ from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.network import Network
 from dino_ds.run.metrics import Meter
-from scripts.measures import PACKAGE
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda, needs_fake_cuda
 
 pytestmark = [pytest.mark.slow, needs_fake_cuda]
@@ -330,24 +328,3 @@ def test_collectives_of_evaluations(name):
         evaluate(*labeled())
     found = [(operation, tensors[0][0]) for operation, tensors in collectives.called]
     assert set(found) == set(expected) and found[: len(expected)] == expected
-
-
-def test_no_other_file_sends_tensors():
-    """Saving, resuming, reading data and reporting exchange objects alone; the doctor measures a link by itself."""
-    calls = re.compile(
-        r"\bdist\.(all_reduce|all_gather\w*|broadcast\w*|reduce\w*|scatter\w*|gather\w*|send|recv|all_to)"
-    )
-    helpers = re.compile(
-        r"(?<!def )\b(sum_across_ranks|max_across_ranks|GatherRows\.apply|gather_in_place|broadcast_from_first"
-        r"|concatenate_across_ranks)\("
-    )
-    texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
-    assert {name for name, text in texts.items() if calls.search(text)} == {
-        "engine/distributed.py", "engine/optim.py", "engine/muon.py", "method/ema.py",
-        "models/batch_norm.py",
-    }  # fmt: skip
-    assert {name for name, text in texts.items() if helpers.search(text)} == {
-        "engine/engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/dino.py",
-        "method/coding_rate.py", "run/metrics.py", "evals/knn.py", "evals/linear.py",
-        "evals/features.py",
-    }  # fmt: skip

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +23,6 @@ from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import batches as workers_module
-from dino_ds.data import loader as feed_module
 from dino_ds.data import loader as loader_module
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, automatic_workers
 from dino_ds.data.feed import Position
@@ -399,83 +397,6 @@ def prefetcher(device: str, augment: str, workers: int = 0) -> DevicePrefetcher:
         ),
         where,
     )
-
-
-def same_crops(a, b) -> bool:
-    return list(a) == list(b) and all(torch.equal(x, y) for x, y in zip(all_crops(a), all_crops(b), strict=True))
-
-
-@BOTH
-def test_crops_are_those_of_the_batches(augment):
-    fed = prefetcher("cpu", augment)
-    for fed_batch, batch in zip(itertools.islice(fed, 5), batches(5, 4, augment=augment), strict=True):
-        assert torch.equal(fed_batch.indices, batch.indices)
-        assert (fed_batch.epoch, fed_batch.names, fed_batch.bad) == (batch.epoch, batch.names, batch.bad)
-        assert same_crops(fed_batch.crops, augmented_crops(batch))
-    fed.close()
-
-
-class Recorder:
-    """A loader, a device and its streams that only write down what the host does, in order."""
-
-    def __init__(self, monkeypatch, ready):
-        self.did, self.ready, self.notes = [], ready, []
-        self.batches = (SimpleNamespace(number=number, params=None) for number in itertools.count(1))
-        self.streams = ["step"]
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(feed_module, "to_device", self.to_device)
-        self.prefetcher = DevicePrefetcher(self, torch.device("cuda", 0))
-
-    def __next__(self):
-        self.did.append("wait")
-        return next(self.batches)
-
-    def next_if_ready(self):
-        if isinstance(self.ready, DataError):
-            raise self.ready
-        return next(self.batches) if self.ready else None
-
-    @contextmanager
-    def stream(self, stream):
-        self.streams.append(stream)
-        yield
-        self.streams.pop()
-
-    def wait_stream(self, stream):
-        self.did.append(f"step waits for {stream}")
-
-    def to_device(self, batch, device):
-        number = batch.number
-        self.did.append(f"augment {number} on {self.streams[-1]}")
-        tensor = SimpleNamespace(record_stream=lambda stream: self.did.append(f"keep {number} for the step"))
-        masks = {"global": {"rows": tensor}}
-        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, drop_keys=None, masks=masks, number=number)
-
-    def step(self):
-        self.did.clear()
-        got = next(self.prefetcher).number
-        self.did.append("backward")
-        self.prefetcher.prefetch()
-        self.did.append("optimizer")
-        return got, self.did
-
-
-def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypatch):
-    recorder = Recorder(monkeypatch, ready=False)
-    for number in (1, 2):
-        got, did = recorder.step()
-        assert (
-            got == number and did[:2] == ["wait", f"augment {number} on side"] and did[-2:] == ["backward", "optimizer"]
-        )
-
-
-def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
-    recorder = Recorder(monkeypatch, ready=DataError("100 images in a row"))
-    assert recorder.step()[1][-1] == "optimizer"
-    with pytest.raises(DataError, match="in a row"):
-        next(recorder.prefetcher)
 
 
 @pytest.mark.gpu

@@ -138,14 +138,6 @@ def test_another_mean_and_deviation_change_crops_as_the_formula_says():
         torch.testing.assert_close(ours, OWN(levels / 255), rtol=0, atol=1e-4)
 
 
-def test_the_recipe_s_mean_and_deviation_and_the_usual_ones():
-    recipe = load_recipe(None, {"data.mean": "0.1,0.5,0.9", "data.std": "0.5,0.25,0.125"})
-    assert Normalization.of(recipe) == MultiCrop.of(recipe).normalization == OWN
-    assert Normalization.of(load_recipe(None, {})) == IMAGENET == Normalization(MEAN, STD)
-    five = Normalization.of(load_recipe(None, {"model.in_chans": "5"}))
-    assert five.mean == (sum(MEAN) / 3,) * 5 and five.std == (sum(STD) / 3,) * 5
-
-
 DINO = AUGMENTATIONS["dino"]
 PLAIN = Augmentation(blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0, gray=0)
 TURNED = replace(PLAIN, vertical_flip=0.5, rotation=0.75)
@@ -194,12 +186,9 @@ def test_draws_are_those_of_dino_in_its_order(name):
         ({"jitter": "0.5"}, {"brightness": 0.2, "contrast": 0.2, "saturation": 0.1, "hue": 0.05}),
         ({"jitter": "0.3, 0.2, 0, 0.5"}, {"brightness": 0.3, "contrast": 0.2, "saturation": 0.0, "hue": 0.5}),
         ({"blur": "0.3"}, {"blur": (0.3, 0.3, 0.3)}),
-        ({"blur": "0"}, {"blur": (0, 0, 0)}),
         ({"solarize": "0.1,0.2,0.3"}, {"solarize": (0.1, 0.2, 0.3)}),
         ({"grayscale": "0"}, {"gray": 0.0}),
-        ({"flip": "0"}, {"flip": 0.0}),
         ({"vertical_flip": "0.5"}, {"vertical_flip": 0.5}),
-        ({"rotation": "0.75"}, {"rotation": 0.75}),
     ],
 )
 def test_a_knob_replaces_its_part_of_the_preset(given, changes, tmp_path):
@@ -262,15 +251,11 @@ def test_gram_crops_lie_as_the_student_s_do(mode):
 REFUSED = [
     ("jitter", "0.4,0.4", r"jitter 0\.4,0\.4 has 2 numbers: give one factor .* such as 0\.4,0\.4,0\.2,0\.1"),
     ("jitter", "3", r"jitter 3 makes the strength of brightness 1\.2: it must be 0 to 1"),
-    ("jitter", "-1", r"makes the strength of brightness -0\.4: it must be 0 to 1"),
     ("jitter", "0,0,0,0.6", r"makes the strength of hue 0\.6: it must be 0 to 0\.5"),
     ("jitter", "strong", r"'strong' is not a number, nor several"),
-    ("blur", "0.5,0.5", r"blur 0\.5,0\.5 has 2 numbers: give one chance for every crop, or three"),
     ("solarize", "1.5", r"solarize 1\.5 is not a chance: it must be 0 to 1"),
     ("blur", "nan", "nan is not a number"),
-    ("grayscale", "2", r"2 must be <= 1"),
     ("flip", "-0.1", r"-0\.1 must be >= 0"),
-    ("vertical_flip", "true", r"'true' is not a number"),
     ("rotation", "90", r"90 is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0\.75"),
 ]
 

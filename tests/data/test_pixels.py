@@ -42,15 +42,10 @@ RGB, GRAY = np.asarray(PHOTO), np.asarray(PHOTO.convert("L"))
 DEEP, DEEP_GRAY = (values.astype(np.uint16) * 257 + 13 for values in (RGB, GRAY))
 SIX = np.dstack([DEEP, DEEP[::-1]])
 STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
-    1: lambda a: a,
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: np.rot90(a),
-    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    1: lambda a: a, 2: lambda a: a[:, ::-1], 3: lambda a: a[::-1, ::-1], 4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1), 6: lambda a: np.rot90(a), 7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
     8: lambda a: np.rot90(a, -1),
-}
+}  # fmt: skip
 """How an upright picture lies in a file, by the EXIF tag's value."""
 
 
@@ -203,16 +198,11 @@ def test_numbers_of_which_zero_is_white_are_inverted_or_refused():
 
 
 SHOWN = {
-    "RGB": RGB,
-    "YCbCr": PHOTO.convert("YCbCr").convert("RGB"),
-    "HSV": PHOTO.convert("HSV").convert("RGB"),
-    "P": PHOTO.convert("P").convert("RGB"),
-    "L": PHOTO.convert("L").convert("RGB"),
-    "1": PHOTO.convert("1").convert("RGB"),
-    "RGBA": RGB,
-    "LA": PHOTO.convert("L").convert("RGB"),
+    "RGB": RGB, "YCbCr": PHOTO.convert("YCbCr").convert("RGB"), "HSV": PHOTO.convert("HSV").convert("RGB"),
+    "P": PHOTO.convert("P").convert("RGB"), "L": PHOTO.convert("L").convert("RGB"),
+    "1": PHOTO.convert("1").convert("RGB"), "RGBA": RGB, "LA": PHOTO.convert("L").convert("RGB"),
     "CMYK": PHOTO.convert("CMYK").convert("RGB"),
-}
+}  # fmt: skip
 
 
 def of_mode(mode: str) -> Image.Image:

@@ -173,11 +173,8 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
     ("data", "wanted", "channels"),
     [
         (encoded(photo(48, 40), "JPEG"), 1, 3),
-        (encoded(photo(48, 40), "JPEG"), 6, 3),
         (encoded(photo(48, 40).convert("L"), "JPEG"), 1, 1),
-        (encoded(photo(48, 40).convert("L"), "PNG"), 1, 1),
         (encoded(Image.fromarray(GRAY), "PNG"), 1, 1),
-        (tif(GRAY), 1, 1),
         (tif(GRAY, compression="lzw"), 3, 3),
         (npy(GRAY), 3, 3),
         (npy(GRAY[None]), 1, 1),
@@ -185,8 +182,6 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
         (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 4, 4),
         (tif(FOUR, photometric="rgb", extrasamples=["unspecified"]), 3, 4),
         (tif(np.dstack([FOUR, FOUR]), photometric="rgb"), 3, 8),
-        (tif(FOUR.astype(np.float32), **CONTIG), 4, 4),
-        (tif(SHALLOW.astype(np.float32), photometric="rgb"), 3, 3),
         (tif(np.moveaxis(SHALLOW.astype(np.uint16), -1, 0), photometric="rgb", planarconfig="separate"), 3, 3),
     ],
 )

@@ -320,31 +320,6 @@ def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
         batches(remote, 1, workers=1)
 
 
-def test_an_answer_that_never_comes_is_given_up(server):
-    remote = read(f"{server.url}/set")
-    server.faults = [30.0] * 10
-    remote.prepare([4], 1.0)
-    with pytest.raises(DataError, match="no answer"):
-        remote.read(4)
-
-
-def test_a_shard_that_is_replaced_or_gone_is_never_read_as_another(tmp_path):
-    for name in ("0.tar", "1.tar"):
-        pack(tmp_path / "set" / name, {"a.png": png(1), "b.png": png(2)})
-    with serving(tmp_path) as server:
-        remote = read(f"{server.url}/set/{{0..1}}.tar")
-        pack(tmp_path / "set/0.tar", {"a.png": png(3), "b.png": png(4)})
-        with pytest.raises(DataError, match="is another file than when"):
-            remote.read(0)
-        (tmp_path / "set/1.tar").unlink()
-        with pytest.raises(DataError, match=r"1\.tar is gone or"):
-            remote.read(3)
-        with pytest.raises(DataError, match=r"1 of 2 files are not there, such as .*/1\.tar"):
-            read(f"{server.url}/set/{{0..1}}.tar")
-        again = read(f"{server.url}/set/0.tar")
-        assert again.load(0).getpixel((0, 0)) == (3, 0, 0)
-
-
 def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
     (tmp_path / "mine.txt").write_text(f"{server.url}/0.jpg\n{server.url}/none.jpg\n{folder}/1.jpg\n")
     source = read(tmp_path / "mine.txt")

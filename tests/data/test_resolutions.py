@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dino_ds.config.crops import CropGroup, Resolution, crop_sizes, teacher_sizes
+from dino_ds.config.crops import CropGroup, Resolution, crop_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
@@ -124,12 +124,9 @@ def test_groups_are_those_of_the_largest():
         ("32/16:0.3", {}, "there is one; set crops.global_size"),
         ("32/16:0.3,48/16:0.3", {}, "the shares sum to 0.6, and must sum to 1"),
         ("32/16:0.5,48:0.5", {}, "'48:0.5' is not GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE"),
-        ("32/16:0.5,48/16:1.5", {}, "'48/16:1.5' is not"),
         ("32/16:0.5,50/16:0.5", {}, "50/16:0.5: global size 50 is not a multiple of the patch size 8"),
-        ("32/12:0.5,48/16:0.5", {}, "32/12:0.5: local size 12 is not a multiple of the patch size 8"),
         ("32/16/64:0.5,48/16/64:0.5", {}, "has a Gram size, and Gram anchoring has no crops of its own here"),
         ("32/16:0.5,48/16:0.5", {"gram.weight": "1", "gram.crop_size": "64"}, "has no Gram size, and gram.crop_size"),
-        ("32/16/60:0.5,48/16/64:0.5", {"gram.weight": "1", "gram.crop_size": "64"}, "Gram size 60 is not a multiple"),
     ],
 )
 def test_refused_in_one_line(words, more, message):
@@ -140,26 +137,6 @@ def test_refused_in_one_line(words, more, message):
 
 GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
 GROUPS = (*CROPS.groups, GRAM)
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_third_group_reaches_the_device_by_its_name(augment):
-    batches = []
-    for groups in (GROUPS, GROUPS[:2]):
-        crops = MultiCrop(groups, "low_res")
-        loader = Loader(Noise(), crops, LoaderOptions(global_batch=8, micro_batch=8, augment=augment), START)
-        with closing(DevicePrefetcher(loader, torch.device("cpu"))) as fed:
-            batches.append(next(itertools.islice(fed, 1, None)))
-    with_gram, without = batches
-    shapes = {name: [tuple(crop.shape) for crop in crops] for name, crops in with_gram.crops.items()}
-    assert shapes == {"global": [(8, 3, 8, 8)] * 2, "local": [(8, 3, 4, 4)], "gram": [(8, 3, 16, 16)] * 2}
-    assert list(with_gram.crops) == ["global", "local", "gram"]
-    for name, crops in without.crops.items():
-        for a, b in zip(with_gram.crops[name], crops, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    seen = [crop for group in GROUPS if group.teachers for crop in with_gram.crops[group.name]]
-    assert [crop.shape[-1] for crop in seen] == [8, 8, 16, 16] == teacher_sizes(GROUPS)
 
 
 @BOTH

@@ -32,14 +32,8 @@ def expected_of(bits: int, pixels: np.ndarray) -> np.ndarray:
 
 
 COLORS = {
-    "minisblack": GRAY,
-    "miniswhite": GRAY,
-    "rgb": RGB,
-    "palette": GRAY,
-    "separated": CMYK,
-    "icclab": RGB,
-    "cfa": GRAY,
-}
+    "minisblack": GRAY, "miniswhite": GRAY, "rgb": RGB, "palette": GRAY, "separated": CMYK, "icclab": RGB, "cfa": GRAY,
+}  # fmt: skip
 """What is stored, by tifffile's names of the colors."""
 STORED = ("minisblack", "miniswhite", "rgb")
 SMALL = {"small": True, "subfiletype": 1}

@@ -134,18 +134,14 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
     [
         ("uint16", 0, 200, (0, 255)),
         ("uint16", 3, 256, (0, 1023)),
-        ("uint16", 0, 4000, (0, 4095)),
         ("uint16", 0, 16383, (0, 16383)),
         ("uint16", 0, 16384, (0, 65535)),
         ("float32", 0, 1, (0, 1)),
         ("float32", 0, 254.5, (0, 255)),
         ("float32", 0, 1.5, "0,1.5"),
-        ("int32", 0, 200, "0,200"),
         ("int32", -1024, 3071, "-1024,3071"),
         ("float32", -0.51234, 1, "-0.52,1"),
-        ("float32", 0, 2999.87, "0,3000"),
         ("float32 uint16", 0, 1, "0,1"),
-        ("uint32", 0, 70000, "0,70000"),
     ],
 )
 def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, chosen):

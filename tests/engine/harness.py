@@ -51,20 +51,10 @@ def tiny_network(drop_path: float = 0.2, prototypes: int = PROTOTYPES) -> Networ
 
 def tiny_schedules(freeze_steps: int = 0, **changes: Any) -> Schedules:
     settings: dict[str, Any] = {
-        "steps": 20,
-        "lr": 2e-3,
-        "min_lr": 1e-5,
-        "warmup_steps": 2,
-        "weight_decay": 0.04,
-        "weight_decay_end": 0.4,
-        "momentum": 0.9,
-        "momentum_end": 1.0,
-        "teacher_temp": 0.07,
-        "warmup_teacher_temp": 0.04,
-        "teacher_temp_treads": 3,
-        "teacher_temp_tread_steps": 1,
-        "freeze_steps": freeze_steps,
-    }
+        "steps": 20, "lr": 2e-3, "min_lr": 1e-5, "warmup_steps": 2, "weight_decay": 0.04, "weight_decay_end": 0.4,
+        "momentum": 0.9, "momentum_end": 1.0, "teacher_temp": 0.07, "warmup_teacher_temp": 0.04,
+        "teacher_temp_treads": 3, "teacher_temp_tread_steps": 1, "freeze_steps": freeze_steps,
+    }  # fmt: skip
     return Schedules(**{**settings, **changes})
 
 

@@ -29,21 +29,11 @@ from tests.sample import sampled
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
 TWIN = {
-    "model.width": "64",
-    "model.heads": "2",
-    "model.depth": "20",
-    "crops.global_size": "32",
-    "crops.local_size": "16",
-    "crops.num_local": "2",
-    "head.prototypes": "256",
-    "head.hidden": "64",
-    "head.bottleneck": "32",
-    "data.global_batch": str(BATCH),
-    "length": "20 steps",
-    "optimizer.warmup": "2 steps",
-    "objective.freeze_prototypes": "1 steps",
-    "objective.teacher_temp_warmup": "2 steps",
-}
+    "model.width": "64", "model.heads": "2", "model.depth": "20", "crops.global_size": "32", "crops.local_size": "16",
+    "crops.num_local": "2", "head.prototypes": "256", "head.hidden": "64", "head.bottleneck": "32",
+    "data.global_batch": str(BATCH), "length": "20 steps", "optimizer.warmup": "2 steps",
+    "objective.freeze_prototypes": "1 steps", "objective.teacher_temp_warmup": "2 steps",
+}  # fmt: skip
 
 
 def _twin(**changes: str) -> Recipe:

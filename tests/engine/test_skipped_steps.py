@@ -111,14 +111,9 @@ def _nan_on_rank_one(stage, precision, kind="adamw", **sections):
 # DeepSpeed's BF16_Optimizer has a way of its own to skip.
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 NAN_CELLS = [
-    (0, "fp32", "sgd", {}),
-    (1, "bf16", "adamw", {}),
-    (1, "bf16", "adamw", BF16_OPTIMIZER),
-    (2, "bf16", "lars", {}),
-    (0, "fp32", "muon", {}),
-    (3, "bf16", "muon", {}),
-    (3, "fp32", "adamw", {}),
-]
+    (0, "fp32", "sgd", {}), (1, "bf16", "adamw", {}), (1, "bf16", "adamw", BF16_OPTIMIZER), (2, "bf16", "lars", {}),
+    (0, "fp32", "muon", {}), (3, "bf16", "muon", {}), (3, "fp32", "adamw", {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -213,12 +208,6 @@ def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
         norms.append(engine.grad_norm)
         weights.append(fp32_student(engine, _network()))
     return weights, norms[0]
-
-
-def test_parts_differ():
-    """Else clipping by part would show nothing: one norm is below the limit, the others are not alike."""
-    _, norms = _by_torch("part")
-    assert norms["ibot_head"] < LIMIT < 2 * LIMIT < norms["head"] < norms["backbone"] / 4
 
 
 @pytest.mark.parametrize("clip_by", ["part", WHOLE])

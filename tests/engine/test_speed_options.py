@@ -142,12 +142,9 @@ def test_the_norm_of_a_gradient_with_a_nan_is_infinite(stage: int):
 # KoLeo, which is not compiled, takes the logarithm of distances between the nearly equal features of four images: it
 # makes of a rounding half a percent of the loss.
 CHANGES = {
-    "data.source": "photos",
-    "ibot_head.prototypes": "48",
-    "ibot_head.hidden": "48",
-    "ibot_head.bottleneck": "16",
+    "data.source": "photos", "ibot_head.prototypes": "48", "ibot_head.hidden": "48", "ibot_head.bottleneck": "16",
     "objective.koleo_weight": "0",
-}
+}  # fmt: skip
 
 
 def _steps(name: str, stage: int, backend: str) -> tuple[list[float], list[int], dict[str, int]]:

@@ -57,9 +57,7 @@ def test_limits_are_those_of_each_set():
 @pytest.mark.parametrize(
     ("train", "test", "words"),
     [
-        (None, _Images([0], ["a"]), "there are no training images"),
         (_Images([0], ["a"]), None, "there are no test images"),
-        (_Images([0], ["a"]), _Images(None, None), "the test images have no classes"),
         (_Images([0], ["a"]), _Images([0], ["b"]), "1 classes of the test images are not in training: b"),
         (_Images([0, 0], ["a", "b"]), _Images([1], ["a", "b"]), "none of 2 training images is of 1 classes .*: b"),
     ],

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
-from dino_ds.evals.features import Reading, extract_features, keep_generators, raw_pixels
+from dino_ds.evals.features import Reading, extract_features, keep_generators
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -87,18 +87,11 @@ class _Colors:
         return str(index)
 
 
-def _mean_colors(images):
-    return images.mean(dim=(2, 3))
-
-
-def _to_tensor(image):
-    return torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
-
-
 def _extract():
     source = _Colors(11)
-    reading = Reading(_to_tensor, workers=0)
-    features, labels, _ = extract_features(_mean_colors, source, range(11), torch.device("cpu"), reading)
+    reading = Reading(lambda image: torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1), workers=0)
+    means = lambda images: images.mean(dim=(2, 3))  # noqa: E731
+    features, labels, _ = extract_features(means, source, range(11), torch.device("cpu"), reading)
     return list(zip(features[:, 0].tolist(), labels.tolist(), strict=True))
 
 
@@ -123,9 +116,3 @@ def test_what_is_drawn_inside_is_not_missing_afterwards():
             if error is not None:
                 raise error
         assert draw() == wanted
-
-
-def test_raw_pixels_are_the_picture():
-    images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(raw_pixels(images), images.flatten(1))
-    assert raw_pixels(torch.randn(2, 3, 64, 64)).shape == (2, 3 * 32 * 32)

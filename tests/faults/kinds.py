@@ -114,15 +114,9 @@ def _refused(name: str, before: Prepare, says: str, **more: object) -> Kind:
 
 LOADING = [
     _loads("`latest` garbled", scene.latest("\x00\x9f\x1b[2J" * 8), "resumed  at step 6"),
-    _loads("`latest` missing", scene.remove("latest"), "resumed  at step 6"),
     _loads("file cut off", scene.cut("rank_00001.safetensors"), "using step 3"),
-    _loads("file missing", scene.remove(f"{scene.NEWEST}/rank_00001.safetensors"), "using step 3"),
     _loads("one bit flipped", scene.flip("rank_00000.safetensors"), "is damaged"),
-    _loads("one bit of the teacher flipped", scene.flip("whole_00000.safetensors"), "is damaged"),
-    _loads("manifest damaged", scene.flip("manifest.json"), "damaged manifest.json"),
     _loads("checkpoint is a link to itself", scene.link_to_itself, "using step 3"),
-    _loads("files of two steps", scene.mix, "is damaged"),
-    _loads("files of two ranks swapped", scene.swap, "using step 3"),
     _refused("all checkpoints gone", scene.remove(""), "has no checkpoint, and had one"),
     _refused(
         "all checkpoints damaged", scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)),

@@ -73,18 +73,6 @@ def flip(name: str, folders: tuple[str, ...] = (NEWEST,)) -> Prepare:
     return act
 
 
-def mix(scene: Scene) -> None:
-    shutil.copy(scene.newest.with_name(OLDER) / "rank_00001.safetensors", scene.newest)
-
-
-def swap(scene: Scene) -> None:
-    one, other = (scene.newest / f"rank_0000{rank}.safetensors" for rank in range(2))
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
-
-
 def pickles(scene: Scene) -> None:
     """A pickle that would run a command in place of each rank's tensors, with the checksums that go with it."""
     for folder in (scene.newest, scene.newest.with_name(OLDER)):

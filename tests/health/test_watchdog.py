@@ -24,7 +24,6 @@ from dino_ds.health.beat import (
     Failure,
     Heartbeat,
     Heartbeats,
-    describe_death,
     describe_hang,
     last_checkpoint,
     last_checkpoint_step,
@@ -178,20 +177,6 @@ def test_an_exit_or_an_interrupt_in_the_middle_of_a_run_is_no_good_end(world, he
         assert (failure.rank, failure.code, failure.message, beat.ended) == (0, 1, says, "error")
 
 
-@pytest.mark.parametrize(
-    ("how", "line"),
-    [
-        ("by SIGKILL", "rank 1 died by SIGKILL at step 7 (data), most often because memory has run out"),
-        ("by SIGSEGV", "rank 1 died by SIGSEGV at step 7 (data)"),
-        ("with exit code 0", "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has"),
-        ("", "rank 1 died at step 7 (data); how was not seen: killed, most often because memory has run out, or ended"),
-    ],
-)
-def test_a_death_is_described_as_far_as_it_was_seen(how, line):
-    text = describe_death("rank 1", how, 7, "data")
-    assert text.startswith(line) and ("memory" in text) == (how in ("", "by SIGKILL"))
-
-
 @pytest.mark.slow
 def test_without_a_limit_a_hang_is_left_alone(tmp_path):
     """A rank that moves again in time is not ended either; one that hangs is, with its stacks."""
@@ -269,12 +254,6 @@ def test_the_lock_of_somebody_who_is_gone_is_taken_over_with_a_note(tmp_path, ho
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
 
 
-def test_something_else_with_the_lock_s_name_is_named(tmp_path):
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(ConfigError, match="lock is not the lock of a run, which is a file"):
-        RunLock(tmp_path).acquire()
-
-
 def test_a_disk_that_fails_is_no_lost_run_folder(tmp_path, monkeypatch):
     lock = RunLock(tmp_path)
     assert not lock.guards_a_run
@@ -323,16 +302,3 @@ def test_of_several_starts_at_the_same_moment_exactly_one_wins(tmp_path):
         for process in starters:
             process.join()
         assert sum(results.get() for _ in starters) == 1
-
-
-@pytest.mark.slow
-def test_a_second_job_ends_before_the_slow_imports(tmp_path):
-    """The first one is this test."""
-    run = tmp_path / "run"
-    RunLock(run).acquire()
-    code = "import sys; from dino_ds.cli.main import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "train", "--config", "quickstart", "--run_dir", str(run)]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert out.returncode == 2
-    assert "run is in use by pid" in out.stderr and "torch" not in out.stderr
-    assert len(out.stderr.splitlines()) == 1

@@ -12,7 +12,7 @@ from dino_ds.basics.ranges import TAKEN
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.engine.process import init_distributed
 from dino_ds.method import dino, fast_paths
-from dino_ds.method.build import build_network, build_objective, build_step
+from dino_ds.method.build import build_network, build_objective
 from dino_ds.method.fast_paths import FAST_PATHS, Case, FastPath, settle
 from dino_ds.models import blocks, fused
 from dino_ds.models.attention import Attention
@@ -88,15 +88,6 @@ def test_nothing_is_compared_without_a_gpu_or_with_fast_paths_false(compared):
     assert [note.rpartition(": ")[2] for note in settle(_case(ds=off)).notes] == ["dino_ds.fast_paths is false"] * 4
     assert not TAKEN
     assert not compared
-
-
-def test_a_step_without_fast_paths_has_plain_blocks():
-    """Also on a CPU, where compiled blocks exist."""
-    case = _case(torch.device("cpu"), tiny_ds(0, dino_ds={"fast_paths": False, "compile": "default"}))
-    step = build_step(case.recipe, case.config, 10)
-    assert all(segment._compiled_call_impl is None for segment in step.engine._engine.module.backbone.segments())
-    notes = step.engine.config.notes
-    assert len(notes) == 3 and notes[2].startswith("slower: plain blocks in place of compiled blocks and CUDA graphs")
 
 
 @pytest.mark.slow

@@ -17,17 +17,11 @@ K = 3001  # a size that nothing else of the step has
 BOTTLENECKS = (13, 11)
 TILE, PART, KEPT = 20, 2, 40  # rows
 RECIPE = {
-    "crops__global_size": "64",
-    "crops__mask": "dinov2",
-    "head__prototypes": str(K),
-    "head__bottleneck": str(BOTTLENECKS[0]),
-    "ibot_head__prototypes": str(K),
-    "ibot_head__bottleneck": str(BOTTLENECKS[1]),
-    "ibot_head__hidden": "48",
-    "objective__centering": "sinkhorn",
-    "objective__ibot_weight": "1",
-    "objective__koleo_weight": "0.1",
-}
+    "crops__global_size": "64", "crops__mask": "dinov2", "head__prototypes": str(K),
+    "head__bottleneck": str(BOTTLENECKS[0]), "ibot_head__prototypes": str(K),
+    "ibot_head__bottleneck": str(BOTTLENECKS[1]), "ibot_head__hidden": "48", "objective__centering": "sinkhorn",
+    "objective__ibot_weight": "1", "objective__koleo_weight": "0.1",
+}  # fmt: skip
 
 
 class _Watch(TorchDispatchMode):

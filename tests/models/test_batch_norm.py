@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
@@ -94,33 +93,26 @@ def test_statistics_of_a_low_precision_network_are_fp32(dtype):
     torch.testing.assert_close(ours[0].running_var, theirs[0].running_var, rtol=1e-6, atol=1e-6)
 
 
-def _one_rank(kind, by_gpu_kernels=False, dtype=torch.float32):
+def _one_rank(kind):
     """Two training passes and one in evaluation of this rank's part of the joint batches."""
     _, ours = _pair(kind)
     rank, ranks = distributed.rank(), distributed.world_size()
-    kernels = mock.patch.multiple(torch, **_SLOW_KERNELS) if by_gpu_kernels else nullcontext()
-    function = batch_norm._SyncedOnGpu if by_gpu_kernels else batch_norm._Synced
-    function = batch_norm._SyncedOnGpu if by_gpu_kernels else batch_norm._Synced
     found = []
-    with kernels, mock.patch.object(batch_norm, "_Synced", function):
-        for mode in (True, True, False):
-            weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
-            x = _inputs(KINDS[kind][1])[0].to(dtype).chunk(ranks)[rank].clone().requires_grad_()
-            out = ours.train(mode)(x)
-            ours.zero_grad()
-            (out.float() * weights.chunk(ranks)[rank]).sum().backward()
-            found.append([out.detach(), x.grad, *(p.grad.clone() for p in ours.parameters())])
+    for mode in (True, True, False):
+        weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
+        x = _inputs(KINDS[kind][1])[0].chunk(ranks)[rank].clone().requires_grad_()
+        out = ours.train(mode)(x)
+        ours.zero_grad()
+        (out * weights.chunk(ranks)[rank]).sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad.clone() for p in ours.parameters())])
     return found, copied(ours.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_gpu_kernels"), [("sequences", False), ("no averages", False), ("timm", False), ("rows", True)]
-)
-def test_two_ranks_equal_one_process_on_the_joint_batch(kind, by_gpu_kernels):
-    """1e-5: sums in another order, over deviations that are not small beside the means. The path of GPUs with slow
-    copies of torch's kernels, which run there alone: what goes into them and what comes out, not the kernels."""
+@pytest.mark.parametrize("kind", ["sequences", "no averages", "timm"])
+def test_two_ranks_equal_one_process_on_the_joint_batch(kind):
+    """1e-5: sums in another order, over deviations that are not small beside the means."""
     (whole, whole_state), *_ = [_one_rank(kind)]
-    ranks = run_on_ranks(_one_rank, kind, by_gpu_kernels)
+    ranks = run_on_ranks(_one_rank, kind)
     close = {"rtol": 1e-5, "atol": 1e-5}
     for i, (out, grad, *of_parameters) in enumerate(whole):
         if kind == "no averages" and i == 2:
@@ -179,7 +171,7 @@ _SLOW_KERNELS = {
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
-    """Of ranks that all have the same batch, in a group that is played; on a GPU by its own kernels."""
+    """Of ranks that all have the same batch, in a group that is played; on a CPU by slow copies of torch's kernels."""
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda every, own: every.copy_(own.repeat(ranks)))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(ranks))
     monkeypatch.setattr(distributed, "world_size", lambda: ranks)

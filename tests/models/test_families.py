@@ -230,10 +230,8 @@ def test_levers_without_effect_are_refused(name, lever, value, owners):
     ("changes", "message"),
     [
         ({"model__stochastic_depth": "batched"}, "model.stochastic_depth batched is for ViTs that dino_ds builds"),
-        ({"model__drop_path_growth": "uniform"}, "model.drop_path_growth uniform is for ViTs"),
         ({"crops__mask": "dinov2", "objective__ibot_weight": "1"}, "needs a backbone that hides patches, and resnet18"),
         ({"model__backbone": "convnext_atto", "teacher__batch_norm": "ema"}, "convnext_atto has no BatchNorm"),
-        ({"model__backbone": "convnext_atto", "model__sync_batch_norm": "false"}, "convnext_atto has no BatchNorm"),
         ({"model__backbone": "tests.weights.own:Own", "model__drop_path": "0.1"}, "Own has no stochastic depth"),
     ],
 )

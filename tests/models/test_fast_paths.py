@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from dino_ds.basics.ranges import rehearsal
 from dino_ds.basics.seeds import sample_keys
@@ -159,20 +158,6 @@ def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch
     assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 
-@pytest.mark.parametrize("arch", ["learned", "rotary", "plain"])
-def test_a_teachers_sums_and_norms_are_one_function(arch):
-    """bf16: the plain operators round the branches, too."""
-    named, seen = nn.Sequential(_model(arch).float()), []
-    fuse_as_in_training(named)
-    crops = {name: [crop.float() for crop in group] for name, group in _crops().items()}
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        plain = named(crops)[CLS]
-        with rehearsal("cuda"), listen_to_kernels(lambda kernels, _: nullcontext(seen.append(kernels))):
-            fused = named(crops)[CLS]
-    assert len(seen) >= 4
-    torch.testing.assert_close(fused, plain, rtol=0.03, atol=0.03)
-
-
 def test_frozen_scales_are_fused_too():
     found = []
     for context in (nullcontext(), _kernels_of_a_gpu()):
@@ -184,11 +169,6 @@ def test_frozen_scales_are_fused_too():
     _assert_equal(*found)
 
 
-def test_batched_stochastic_depth_is_not_used_in_evaluation():
-    (batched, plain) = (_model("plain", stochastic_depth=depth)(_crops())[CLS] for depth in ("batched", "per_image"))
-    assert torch.equal(batched, plain)
-
-
 @pytest.fixture
 def without_cudnn():
     """The state in which `build_step` leaves torch."""
@@ -197,21 +177,9 @@ def without_cudnn():
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def _kernels_on_cuda():
-    """The kernels that torch may take on a GPU, in the order in which it tries them."""
-    enabled = {
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-    }
-    tried = (SDPBackend(number) for number in torch._C._get_sdp_priority_order())
-    return [kernel.name.partition("_")[0].lower() for kernel in tried if kernel in enabled and enabled[kernel]()]
-
-
 def test_cudnn_attention_does_not_run(without_cudnn):
-    """Its gradients were NaN for one query on an H200; flash goes first then, and others where that can't be used."""
-    assert _kernels_on_cuda() == ["flash", "efficient", "math"]
+    """Its gradients were NaN for one query on an H200."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.gpu
@@ -221,15 +189,3 @@ def test_one_query_has_gradients_on_a_gpu(dtype, without_cudnn):
     q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (1, 197, 197))
     torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v))
-
-
-@pytest.mark.parametrize(
-    "mode, theirs",
-    [("default", None), ("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead", "reduce-overhead")],
-)
-def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
-    _model("plain").compile_segments(mode)
-    assert asked == [{"dynamic": False, "backend": "inductor", "mode": theirs}] * 4
-    assert theirs is None or torch._inductor.list_mode_options(theirs)

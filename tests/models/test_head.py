@@ -52,21 +52,6 @@ def test_equals_torch_s_weight_norm(block, learned, monkeypatch):
         torch.testing.assert_close(mine, reference)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_frozen_prototypes_pass_gradients_on_and_get_zeros(learned):
-    head, features, how = _head(learned), torch.randn(6, 12, requires_grad=True), _comparison()
-    head(features, how).loss.backward()
-    expected = features.grad.clone()
-    assert all(p.grad.any() for p in head.prototypes.parameters())
-    features.grad = None
-    head.zero_grad()
-    head.prototypes.frozen = True
-    head(features, how).loss.backward()
-    torch.testing.assert_close(features.grad, expected)
-    for parameter in head.prototypes.parameters():
-        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
-
-
 def test_fp32_under_autocast():
     """Logits, loss and the products in them; but the head knows that they come of a low precision."""
     head, how = _head(), _comparison()

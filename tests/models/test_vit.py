@@ -21,7 +21,6 @@ from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.load import architecture_of
-from tests.reference import by_group
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
 
 pytestmark = pytest.mark.numerical
@@ -50,13 +49,10 @@ NAMES = [
 CHANGED = [
     ("vit_tiny_patch16_224", {"in_chans": 5}),
     ("vit_small_patch16_224", {"registers": 4, "layer_scale": 1e-5}),
-    ("vit_small_patch16_224", {"layer_scale": 0.1}),
     ("vit_small_patch14_reg4_dinov2", {"registers": 0}),
-    ("vit_small_patch14_dinov2", {"registers": 2}),
     ("vit_giant_patch14_dinov2", {"registers": 1, "layer_scale": 0.1}),
     ("vit_small_patch16_dinov3", {"registers": 0, "layer_scale": 0.1}),
     ("vit_small_plus_patch16_dinov3_qkvb", {"width": 40, "heads": 2, "registers": 2, "patch_size": 8}),
-    ("vit_7b_patch16_dinov3", {"width": 24, "heads": 3, "in_chans": 5}),
     ("vit_huge_plus_patch16_dinov3", {"rope_base": 50.0}),
     ("a_name_of_ours", {"swiglu": True, "mlp_ratio": 6.0, "qkv_bias": True}),
 ]
@@ -117,35 +113,6 @@ def test_initial_weights():
     assert float(block.mlp.fc1_g.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
 
 
-def _model(**changes):
-    torch.manual_seed(1)
-    arch = dataclasses.replace(VITS["vit_small_patch14_reg4_dinov2"], width=48, heads=3, depth=3, patch_size=4)
-    model = VisionTransformer(arch, 24, BackboneOptions(drop_path=0.3, **changes))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-def _views():
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(5, 3, s, s, generator=generator) for s in (24, 24, 12, 12, 12)]
-
-
-def test_views_come_out_in_order():
-    """Row v * b + i is view v of image i, as if each view went alone."""
-    model, views = _model().eval(), _views()
-    alone = torch.cat([model.features(view) for view in views])
-    torch.testing.assert_close(model(by_group(views))[CLS], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_position_interpolation_is_a_choice():
-    """The reference's + 0.1 samples other places than an antialiased resize; both keep the native grid as it is."""
-    views = _views()
-    dino, antialias = _model(), _model(pos_embed_interpolation="antialias")
-    torch.testing.assert_close(dino.features(views[0]), antialias.features(views[0]))
-    assert (dino.features(views[2]) - antialias.features(views[2])).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("side, height, width", [(14, 6, 6), (37, 16, 24), (4, 7, 2)])
 @pytest.mark.parametrize("interpolation", ["dino", "antialias"])
 def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height, width):
@@ -191,11 +158,6 @@ class TestStochasticDepth:
         torch.testing.assert_close(dropped, torch.tensor(rates).double(), atol=0.009, rtol=0)
         torch.testing.assert_close(scales.mean(dim=(1, 2)), torch.ones(4), atol=0.03, rtol=0)
 
-    def test_decisions_follow_the_image_not_the_batch(self):
-        whole = _scales(sample_keys(5, 2, torch.arange(8)), 3, 2, 0.4).view(2, 2, 3, 8)
-        part = _scales(sample_keys(5, 2, torch.arange(3, 6)), 3, 2, 0.4).view(2, 2, 3, 3)
-        assert torch.equal(whole[..., 3:6], part)
-
     def test_blocks_branches_views_epochs_and_seeds_differ(self):
         base = _scales(sample_keys(0, 0, torch.arange(256)), 2, 3, 0.5)[1:] != 0
         flat = base.view(2 * 2 * 2, 256)[4:]
@@ -205,12 +167,6 @@ class TestStochasticDepth:
         for keys in (sample_keys(1, 0, torch.arange(256)), sample_keys(0, 1, torch.arange(256))):
             other = _scales(keys, 2, 3, 0.5)[1:] != 0
             assert 0.4 < (other[1] == base[1]).double().mean() < 0.6
-
-    def test_none_in_evaluation(self):
-        model, views = _model(), by_group(_views())
-        assert torch.equal(model(views)[CLS], model(views)[CLS])
-        keys = sample_keys(0, 0, torch.arange(5))
-        assert not torch.equal(model(views)[CLS], model(views, keys)[CLS])
 
 
 _NARROW = ViTSpec(4, 48, 1, 3, layer_scale=1e-5, rope="separate")

@@ -63,9 +63,7 @@ def test_the_written_config_is_the_planned_one(capsys, tmp_path):
     ("memory_gib", "verdict"),
     [
         ("80", "fits: 78.7 of 80 GiB; largest micro-batch that fits 73"),
-        ("23.6", "fits with micro-batch 8, accumulation 8: as it is it needs 78.7 of 23.6 GiB"),
         ("8", "does not fit: it needs 78.7 of 8 GiB; ZeRO 3, checkpointing with micro-batch 4 would"),
-        ("1", "does not fit: it needs 78.7 of 1 GiB; nothing fits 1 GiB"),
     ],
 )
 def test_a_config_that_does_not_fit_says_what_would(memory_gib, verdict, invented, capsys):
@@ -86,12 +84,8 @@ def test_a_precision_that_is_not_the_card_s_is_named(gpu, config, words, invente
     ("words", "message"),
     [
         ([], "no GPU is given: --gpu NAME"),
-        (["--gpu", "a100"], "Did you mean a100-40g"),
-        (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "here it is model.backbone"),
         (["--gpu", "t4-16g", "--gpus", "24"], "512 is not a multiple of 24 GPUs: add --data.global_batch 504"),
-        (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
         (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml is there already"),
-        (["--gpu", "t4-16g", "--write", "nowhere/x.json"], "folder is missing"),
         (["--gpu", "t4-16g", "--write", "x", "--ds_config", "ds_configs/zero1_fp16.json"], "leave --ds_config out"),
     ],
 )
@@ -113,11 +107,6 @@ def _fit(changes: dict[str, str], stage: int = 2, ranks: int = 8):
     ds = {"gradient_clipping": 3.0, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     ds |= {"train_micro_batch_size_per_gpu": 8}
     return fit(load_recipe("vits16", ROTARY | changes), ds, "x", ranks, 80)
-
-
-def _backbone_weights(spec) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in VisionTransformer(spec, 224).parameters())
 
 
 def _measured(capsys, *words: str):
@@ -143,7 +132,8 @@ def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
     recipe = load_recipe("vits16", ROTARY | changes)
     large = VITS["vit_large_patch16_dinov3"]
     assert frozen_spec(recipe) == large
-    own = _backbone_weights(large)
+    with torch.device("meta"):
+        own = sum(p.numel() for p in VisionTransformer(large, 224).parameters())
     parts = _fit(changes).memory.parts
     heads = 0 if distill == "features" else 4 * 65536 * 256
     assert 2 * own + heads < parts["frozen teacher"] < 2.05 * own + heads * 1.2

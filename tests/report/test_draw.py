@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.definition import PicturesOptions
-from dino_ds.report import draw, html
+from dino_ds.report import draw
 from dino_ds.report.draw import (
     Sheet,
     draw_attention,
@@ -31,8 +28,8 @@ from dino_ds.report.draw import (
     place,
     png_of,
 )
-from dino_ds.report.html import COLORS, EMPTY, Chart, Curve, Line, _plot, chart_svg, read_metrics
-from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run, shown_kinds, side_of
+from dino_ds.report.html import Chart, Curve, Line, _plot, chart_svg, read_metrics
+from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run
 from dino_ds.weights.export import FORMATS
 from tests.report.runs import assert_inside
 from tests.run.harness import image_folder
@@ -164,15 +161,6 @@ def test_colors_are_the_first_three_components_whitened_through_a_sigmoid():
     assert bool((patch_colors(torch.ones(1, 3, 3, 8)) == 0.5).all())
 
 
-def test_the_colors_of_a_dark_page_are_those_of_an_inverted_chart():
-    """As CSS defines invert(1) hue-rotate(180deg): a chart's lines and the keys beside it look alike."""
-    turn = np.array([[-0.574, 1.430, 0.144], [0.426, 0.430, 0.144], [0.426, 1.430, -0.856]])
-    light = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in COLORS])
-    dark = ["#{:02x}{:02x}{:02x}".format(*row) for row in np.clip((255 - light) @ turn.T, 0, 255).round().astype(int)]
-    style = (Path(html.__file__).parent / "templates/page.css").read_text().partition("prefers-color-scheme: dark")[2]
-    assert re.findall(r"--c\d: (#\w{6})", style) == dark
-
-
 def _read(tmp_path, text):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
@@ -212,14 +200,6 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
     metrics = _read(tmp_path, "".join(json.dumps({"step": s, "loss": i}) + "\n" for i, s in enumerate(steps)))
     assert metrics["loss"].x.tolist() == [1, 2, 3, 4]
     assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
-
-
-def test_curves_without_points_and_of_few():
-    assert not EMPTY.constant and _curve(2, 2).constant and not _curve(2, np.nan).constant
-
-
-def _curve(*y):
-    return Curve(np.arange(float(len(y))), np.array(y, dtype=float))
 
 
 @pytest.fixture(scope="module")
@@ -272,26 +252,6 @@ def test_bad_input_is_one_line(pictured, tmp_path):
         with pytest.raises((error, DataError), match=words):
             _run(pictured, **{"out": str(tmp_path / "out"), **changes})
     assert not (tmp_path / "out").exists()
-
-
-def test_which_pictures_say_something_and_how_large_their_images_are():
-    """Attention of patches of 16 pixels at most, in images of 100 at least; twice the native side if it may."""
-
-    def model(stride, patches, **more):
-        network = SimpleNamespace(check_image=more.pop("check", lambda *_: None))
-        values = {"is_vit": True, "has_patches": True, "stride": stride, "image_size": stride * patches}
-        return SimpleNamespace(**{**values, **more}, network=network)
-
-    assert "attention" in shown_kinds(model(16, 14)) and "attention" in shown_kinds(model(8, 10))
-    assert not any("attention" in shown_kinds(one) for one in (model(8, 4), model(32, 14), model(16, 14, is_vit=False)))
-    assert shown_kinds(model(16, 14, is_vit=False, has_patches=False)) == ["map", "neighbors"]
-    for native, wanted in {4: 16, 10: 20, 20: 30, 40: 40}.items():
-        assert side_of(model(8, native)) == 8 * wanted
-
-    def refuse(*_):
-        raise ConfigError("")
-
-    assert side_of(model(8, 4, check=refuse)) == 32
 
 
 def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(pictured):

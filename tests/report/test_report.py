@@ -60,10 +60,6 @@ def _write_metrics(folder, *records):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
 
 
-def _curve(*y):
-    return Curve(np.arange(float(len(y))), np.array(y, dtype=float))
-
-
 def test_the_page_has_every_part(tmp_path, capsys):
     folder = make_run(tmp_path / "run")
     for name in ("map", "neighbors"):
@@ -95,12 +91,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
         ((20, 80.0, 50.0), 0, "odd", "Falls since step 50: k-NN was 80.0 %, and is 50.0 % at step 100; next time keep"),
         ((62, 61.0, 62.5), 0, "odd", "Not yet learned: k-NN is 62.5 % at step 100, beside 62.0 %"),
         ((20, 25.0, 30.0), 0, "odd", "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %"),
-        (
-            (100, 100, 99.5),
-            0,
-            "odd",
-            "Whether it has learned can't be told: k-NN is 99.5 % at step 100, beside",
-        ),
+        ((100, 100, 99.5), 0, "odd", "Whether it has learned can't be told: k-NN is 99.5 % at step 100"),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
         ((), 0, "odd", "Whether it has learned is not known: no labeled images"),
         ((62, 99, 99.9), 0.9, "odd", "Whether it has learned is not known: 90% of the test images looked at are train"),
@@ -176,24 +167,6 @@ def test_a_run_its_stages_and_resumes_are_one_story(tmp_path):
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_json_is_one_object(tmp_path, capsys):
-    folder = make_run(tmp_path / "run")
-    run(ReportOptions(run=str(folder))).show(as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["report"] == str(folder / "report.html")
-    assert found["state"] == "finished"
-    assert found["step"] == found["planned_steps"] == 100
-    assert found["training_seconds"] == pytest.approx(10.0)
-    assert found["loss"] == pytest.approx(found["teacher_entropy"] + found["kl"])
-    assert found["knn"] == {
-        "teacher": 76.2, "step": 100, "best": 78.2, "best_step": 50, "untrained": 62.0, "raw_pixels": 35.3,
-        "chance": 5.6,
-    }  # fmt: skip
-    assert found["evaluations"]["knn"]["results"]["knn_10"] == 76.2
-    assert found["memory_gib"] == 0.8
-
-
-@pytest.mark.usefixtures("no_charts")
 def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
     parts = ["config.yaml", "ds_config.json", "environment.json", "evaluations.json", "events.jsonl"]
     for i, content in enumerate((None, "{", "[1]", "[" * 5000, "\x00\xff")):
@@ -210,15 +183,6 @@ def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
         assert "recipe" in page.text
     assert "there is no config.yaml" in _report(tmp_path / "0").text
     assert "dino-ds pictures RUN draws the map" in _report(tmp_path / "0").text
-
-
-@pytest.mark.usefixtures("no_charts")
-def test_a_run_that_has_lost_its_events_is_reported(tmp_path):
-    folder = make_run(tmp_path / "run", recipe={"length": "100 steps"})
-    (folder / "events.jsonl").unlink()
-    page = _report(folder)
-    assert read_run(folder).state == "unfinished" and read_run(folder).planned_steps == 100
-    assert "there is no events.jsonl: what happened when is not known" in page.text
 
 
 @pytest.mark.slow
@@ -353,7 +317,7 @@ def test_numbers_as_people_read_them():
 
 def test_figures_of_a_run():
     images = Curve(np.array([1.0, 2]), np.array([100.0, 400]))  # a step of 100 images, and one of 200 after a resume
-    curves = {"images": images, "images_per_second": _curve(100, 50)}
+    curves = {"images": images, "images_per_second": Curve(np.arange(2.0), np.array([100.0, 50]))}
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
     found = summarize_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from dino_ds.config.ds_schema import PerformanceOptions
-from dino_ds.config.loading import load_recipe, recipe_names
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Request
-from dino_ds.errors import UserError
 from dino_ds.method.build import build_network
 from dino_ds.method.dino import DINO
 from dino_ds.method.frozen import FrozenTeacher
@@ -49,22 +48,6 @@ def test_a_run_starts_from_another_s_teacher(trained, tmp_path, ds, changes):
     assert ("it has no mask token: our own starts at zero" in log) == bool(changes.get("crops.mask"))
 
 
-@pytest.mark.parametrize("of", ["a run", "a file of DINO's"])
-def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
-    model, source = load(trained / "run"), trained / "run"
-    if of != "a run":
-        torch.save(saved_by_dino(model), source := tmp_path / "checkpoint.pth")
-    recipe = load_recipe(str(trained / "run/config.yaml"), {"model.init_from": str(source)})
-    network = build_network(recipe, PerformanceOptions())
-    assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.heads["head"].items())
-    assert all(torch.equal(t, network.backbone.get_parameter(name)) for name, t in model.vit.named_parameters())
-    kind, heads = "dino_ds", ""
-    if of != "a run":
-        kind, heads = "dino or timm", "; no file says how many attention heads it has: 2 are assumed, as in this model"
-        heads += "; no file says the mean and std of its images: ImageNet's, unless data.mean sets others"
-    assert network.started_from == f"{source} ({kind}): 30 tensors of the backbone; the head too (7 tensors){heads}"
-
-
 def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
     changes = {"model.init_from": str(trained / "run"), "head.prototypes": "5"}
     args = (trained / "images", tmp_path / "run")
@@ -82,13 +65,6 @@ def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file
     args = (trained / "images", tmp_path / "run")
     assert run_on_ranks(train_tiny, *args, max_steps=2, resume=True, changes=changes) == [None] * 2
     assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2]
-
-
-def test_weights_that_do_not_fit_are_one_line(trained, tmp_path):
-    changes = {"model.init_from": str(trained / "run"), "model.width": "64"}
-    (message,) = run_on_ranks(train_tiny, trained / "images", tmp_path / "run", changes=changes, world=1)
-    assert "another architecture: it has width 32, not 64; start with --model.width 32, or with" in message
-    assert "\n" not in message and not (tmp_path / "run").exists()
 
 
 def _head_only_windows(stage, precision):
@@ -171,22 +147,6 @@ def _from_start(place, **changes):
 def _assert_exports_start(place, run):
     start, exported = load_file(place / "start/model.safetensors"), load_file(place / run / "teacher.safetensors")
     assert exported.keys() == start.keys() and all(torch.equal(exported[name], start[name]) for name in start)
-
-
-@pytest.mark.parametrize("config", recipe_names())
-def test_each_recipe_keeps_the_statistics_of_a_start_alone(config, place):
-    """Without an option; from scratch it has DINO's rule, and in a distillation that of a student."""
-    backbone = {"model.backbone": "resnet18", "model.arguments": json.dumps(ARGUMENTS)}
-    try:
-        recipe = load_recipe(config, backbone | _from_start(place))
-    except UserError:  # a recipe of options that a ResNet does not have
-        recipe = load_recipe(config, _from_start(place) if load_recipe(config, {}).stage_start is None else {})
-    if recipe.stage_start != "continue":
-        assert recipe.batch_norm == "frozen"
-    alone = {"model.backbone": "resnet18", "objective.preserve_weight": "0"}
-    scratch = load_recipe(config, alone if config == "continue" else {})
-    if scratch.stage_start is None:
-        assert scratch.batch_norm == ("reference" if scratch.teacher.source is None else "ema")
 
 
 @pytest.mark.parametrize("config", ["continue", "resnet18", "resnet50", "features"])

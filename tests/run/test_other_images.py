@@ -78,11 +78,6 @@ def test_what_moves_no_schedule_is_said_in_one_line(begun, tmp_path, unit, chang
     assert len(lines) == 1 and f"note     images changed since step 3: {said}" in lines[0]
 
 
-def test_the_same_images_are_not_mentioned(begun, tmp_path):
-    assert _resume(begun, tmp_path, "epochs", lambda root: None, max_steps=4) == [None, None]
-    assert "images changed" not in log_of(tmp_path / "run")
-
-
 MIXTURE = {"data.mixture": "mine=0.75,theirs=0.25", "data.balance": "classes", "save_every": "3 steps"}
 
 

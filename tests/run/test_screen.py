@@ -11,10 +11,8 @@ from unittest import mock
 import pytest
 from tqdm import tqdm
 
-from dino_ds.cli.main import parse, prepare
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import labeled_test, training_images
-from dino_ds.errors import ConfigError
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.run import reports
 from dino_ds.run.loop import Loop
@@ -23,12 +21,9 @@ from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_tiny
 
 SHARE = {
-    "eval.val_share": "0.3",
-    "eval.every": "2 steps",
-    "eval.k": "5",
-    "eval.pictures_every": "4 steps",
+    "eval.val_share": "0.3", "eval.every": "2 steps", "eval.k": "5", "eval.pictures_every": "4 steps",
     "length": "6 steps",
-}
+}  # fmt: skip
 DETAILS = ("ZeRO", "kernels", "prototypes", "saves ", "save ", "entropy", "bottleneck", "micro-batch")
 
 
@@ -92,14 +87,6 @@ def test_held_out_images_are_test_images_and_never_trained_on(starts):
     none = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.k": "30"})
     runner = EvalRunner.build(none, train, 3)
     assert runner._names == () and "no k-NN on the held-out images: " in runner._notes[0] and runner.held_out
-
-
-@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Val"), ("TRAIN", "validation")])
-def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, test):
-    for name in (train, test):
-        image_folder(tmp_path / name, 4)
-    with pytest.raises(ConfigError, match=f"holds {train}/ and {test}/: name the images to train on"):
-        prepare(*parse(["train", "--data.root", str(tmp_path), "--data.global_batch", "4"]))
 
 
 def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):

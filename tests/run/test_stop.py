@@ -16,7 +16,7 @@ import torch
 from dino_ds.cli import main as cli
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.errors import DataError, OutOfMemory, is_out_of_memory
+from dino_ds.errors import OutOfMemory, is_out_of_memory
 from dino_ds.evals import linear
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import TrainingStep
@@ -170,12 +170,10 @@ def _said(where: tuple[str, str], error: Exception, ds: str = "zero2_bf16", kind
     ("where", "error", "part", "flags"),
     [
         (("step", "student"), "CUDA", "the forward pass", "--ds.train_micro_batch_size_per_gpu 64 --ds.gradient_acc"),
-        (("step", "backward"), "CPU", "the backward pass", "--ds.train_micro_batch_size_per_gpu 64 --ds.gradient_acc"),
         (("step", "optimizer"), "CUDA", "the optimizer", "--ds_config ds_configs/zero2_bf16_offload.json"),
         (("evaluate", ""), "CUDA", "evaluation", "--eval.bank_images 5000"),
         (("save", ""), "CPU", "saving", "--save_in_background false"),
         (("data", ""), "CPU", "loading", "fewer --data.workers"),
-        (("data", ""), "CUDA", "loading", "--ds.train_micro_batch_size_per_gpu 64"),
     ],
 )
 def test_the_line_names_the_part_the_memory_and_the_setting(where, error, part, flags):
@@ -199,12 +197,6 @@ def test_the_flags_it_names_exist_and_accumulate_in_fp32(ds):
     config = resolve_ds_config(changed, "x", 512, 4)
     assert config.micro_batch == 64 and config.raw["data_types"]["grad_accum_dtype"] == "fp32"
     change_recipe(load_recipe("vits16", {}), {"save_in_background": "false", "eval.every": "0 steps"})
-
-
-def test_other_errors_pass():
-    for error in (KeyError("x"), DataError("unreadable"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), MemoryGuard(Beat()).explain():
-            raise error
 
 
 def test_another_command_ends_with_the_code_of_memory_too(monkeypatch, capsys):

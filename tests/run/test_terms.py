@@ -16,7 +16,6 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Request
 from dino_ds.errors import ConfigError
 from dino_ds.method.preserve import PreserveTerm
-from dino_ds.method.specs.own import teachers_of, terms_of
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import ReportOptions
@@ -38,14 +37,10 @@ from tests.run.harness import (
 from tests.run.test_resume import assert_same_checkpoint
 
 DINOV2 = {
-    "crops.mask": "dinov2",
-    "objective.ibot_weight": "1",
-    "objective.koleo_weight": "0.1",
-    "objective.centering": "sinkhorn",
-    "ibot_head.prototypes": "40",
-    "ibot_head.hidden": "48",
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
+    "objective.centering": "sinkhorn", "ibot_head.prototypes": "40", "ibot_head.hidden": "48",
     "ibot_head.bottleneck": "16",
-}
+}  # fmt: skip
 ACCUMULATED = {"gradient_accumulation_steps": "2"}
 
 
@@ -114,11 +109,6 @@ def test_a_collapse_without_prototypes_reaches_log_and_metrics(tmp_path):
     assert log_of(tmp_path / "run").count("the student gives every image the same feature (coding_spread 0.0") == 1
     last = read_metrics(tmp_path / "run")[-1]
     assert last["collapsed"] == 1 and last["coding_spread"] < NEAR and last["view_cosine"] > 0.9
-
-
-def test_a_frozen_teacher_is_refused():
-    with pytest.raises(ConfigError, match="compares the student with its own average, not with a frozen teacher"):
-        load_recipe(None, RATE | {"teacher.distill": "heads"})
 
 
 KEEP = {"objective.preserve_weight": "0.5", "model.drop_path": "0", "save_every": "2 steps"}
@@ -198,12 +188,6 @@ def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
     assert kept.applied_to(run, forget=False) == run and kept.notes == []
     with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
         Request(recipe={"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
-
-
-def test_a_weight_of_zero_makes_neither_term_nor_teacher():
-    recipe = load_recipe(None, {"model.init_from": "x.pth"})
-    assert [term.name for term in terms_of(recipe)] == ["dino"]
-    assert [teacher.name for teacher in teachers_of(recipe)] == ["ema"]
 
 
 GRAM = {"gram.weight": "2", "gram.crop_size": "48"}

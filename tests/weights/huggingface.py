@@ -12,19 +12,11 @@ from dino_ds.weights.load import Backbone
 from tests.weights.originals import randomised
 
 PROCESSOR = {
-    "image_processor_type": "BitImageProcessor",
-    "do_resize": True,
-    "size": {"shortest_edge": 36},
-    "resample": 3,
-    "do_center_crop": True,
-    "crop_size": {"height": 32, "width": 32},
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "image_mean": [0.485, 0.456, 0.406],
+    "image_processor_type": "BitImageProcessor", "do_resize": True, "size": {"shortest_edge": 36}, "resample": 3,
+    "do_center_crop": True, "crop_size": {"height": 32, "width": 32}, "do_rescale": True, "rescale_factor": 1 / 255,
+    "do_normalize": True, "do_convert_rgb": True, "image_mean": [0.485, 0.456, 0.406],
     "image_std": [0.229, 0.224, 0.225],
-}
+}  # fmt: skip
 
 
 def write_native(_: Backbone | None, folder: Path) -> torch.nn.Module:

@@ -95,16 +95,13 @@ STARTS = {
 }
 
 
-def _statistics(channels: int) -> dict[str, str]:
-    return {f"data.{key}": ",".join([value] * channels) for key, value in (("mean", "0.4"), ("std", "0.2"))}
-
-
 def _recipe(start: Start, place: str, channels: int, **changes: str) -> Recipe:
     base = {key: value for key, value in TINY.items() if not key.startswith("model.")}
     model = {"backbone": start.name, "in_chans": str(channels), "init_from": place, "drop_path": "0"}
     model |= {"arguments": start.spec.arguments} if isinstance(start.spec, ForeignSpec) else NUMBERS
     given = {f"model.{key}": str(value) for key, value in model.items()}
-    return load_recipe(None, base | given | _statistics(channels) | changes)
+    statistics = {f"data.{key}": ",".join([value] * channels) for key, value in (("mean", "0.4"), ("std", "0.2"))}
+    return load_recipe(None, base | given | statistics | changes)
 
 
 def _gray(channels: int) -> Tensor:

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.config.recipe import Recipe
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import VITS, ViTSpec
+from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.load import Backbone, load
-from dino_ds.weights.read import read_weights
 from dino_ds.weights.sidecar import read_sidecar
-from dino_ds.weights.start import as_source, flags_for
+from dino_ds.weights.start import as_source
 from tests.reference_v2 import from_reference_v2, golden_v2
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
@@ -42,21 +40,13 @@ TOY = {"model.backbone": "vit_small_patch14_dinov2", "model.patch_size": "4", "m
 """The network of the recorded trajectories; native images of 32 pixels, two blocks."""
 
 
-def _toy(source: object, **changes: str) -> Recipe:
-    return load_recipe(None, {**TINY, **TOY, **MASKED, **HEADS, "model.init_from": str(source), **changes})
-
-
 def _start(source: object, **changes: str) -> Network:
-    return build_network(_toy(source, **changes), PerformanceOptions())
+    recipe = load_recipe(None, {**TINY, **TOY, **MASKED, **HEADS, "model.init_from": str(source), **changes})
+    return build_network(recipe, PerformanceOptions())
 
 
 def _recorded() -> dict[str, Tensor]:
     return {name.removeprefix("init."): t for name, t in golden_v2("trajectory_dinov2").items() if name[:5] == "init."}
-
-
-def _in_chunks(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names under student.block_chunks 2, blocks.CHUNK.BLOCK: one of two blocks in each."""
-    return {re.sub(r"blocks\.(\d+)\.", r"blocks.\1.\1.", name): t for name, t in theirs.items()}
 
 
 @pytest.fixture(params=["teacher_checkpoint", "training"])
@@ -64,7 +54,8 @@ def saved(request, tmp_path):
     theirs = _recorded()
     content: dict[str, object] = {"teacher": theirs}
     if request.param == "training":
-        theirs = _in_chunks(theirs)
+        # Names under student.block_chunks 2, blocks.CHUNK.BLOCK: one of two blocks in each.
+        theirs = {re.sub(r"blocks\.(\d+)\.", r"blocks.\1.\1.", name): t for name, t in theirs.items()}
         whole = {f"teacher.{name}": t for name, t in theirs.items()}
         whole |= {f"student.{name}": t + 1 for name, t in theirs.items()}
         content = {"model": whole | {"dino_loss.center": torch.zeros(1, 96)}, "optimizer": {}, "iteration": 3}
@@ -95,14 +86,6 @@ def test_heads_that_one_of_the_two_lacks(tmp_path, head):
     network = _start(tmp_path / "own.pth", **{f"{head}.learned_lengths": "false"})
     said = r"its prototypes' lengths \(0\.9\d+ to 1\.\d+\) are left out: they are 1 here \(--(\w+)\.learned_lengths\)"
     assert re.search(said, network.started_from)[1] == head
-
-
-def test_a_head_without_lengths_starts_with_1(tmp_path):
-    theirs = _recorded()
-    theirs["dino_head.last_layer.weight_g"] = torch.ones(96, 1)
-    torch.save({"teacher": theirs}, tmp_path / "a.pth")
-    assert "prototypes.lengths" not in read_weights(tmp_path / "a.pth").heads["head"]
-    assert torch.equal(_start(tmp_path / "a.pth").head.prototypes.lengths, torch.ones(96, 1))
 
 
 def _released(tmp_path, registers: int, size: int = 32) -> tuple[Original, dict[str, str]]:
@@ -144,34 +127,12 @@ def test_a_mask_token_that_only_one_of_the_two_has(tmp_path, registers):
     assert "it has no mask token: our own starts at zero; " in network.started_from
 
 
-def test_a_recipe_s_layer_scale_counts_where_an_architecture_is_looked_for(tmp_path):
-    """It makes a plain ViT DINOv2's; weights without it take it away."""
-    for name, v2 in (("plain", False), ("scaled", True)):
-        torch.save(Original(32, 8, 64, 2, 2, v2=v2).state_dict(), tmp_path / f"{name}.pth")
-    given = {key: value for key, value in TINY.items() if not key.startswith("model.")}
-    given |= {"model.layer_scale": "1e-5", "model.heads": "2"}
-    scaled = load_recipe(None, {**given, "model.patch_size": "8"}).model
-    arch = load(tmp_path / "scaled.pth", heads=2).vit.arch
-    assert flags_for(arch, scaled) == {"model.width": "64", "model.depth": "2"}
-    source = {"model.backbone": "from_source", "model.init_from": str(tmp_path / "plain.pth")}
-    recipe = as_source(load_recipe(None, given | source), None)
-    assert recipe.model.layer_scale is None
-    assert "30 tensors of the backbone" in build_network(recipe, PerformanceOptions()).started_from
-
-
 RUN = {
-    "model.backbone": "vit_small_patch14_reg4_dinov2",
-    "model.pos_embed_interpolation": "antialias",
-    "crops.mask": "dinov2",
-    "objective.ibot_weight": "1",
-    "objective.koleo_weight": "0.1",
-    "objective.freeze_prototypes": "0 steps",
-    "head.learned_lengths": "true",
-    "ibot_head.learned_lengths": "true",
-    "ibot_head.prototypes": "40",
-    "ibot_head.hidden": "24",
-    "ibot_head.bottleneck": "8",
-}
+    "model.backbone": "vit_small_patch14_reg4_dinov2", "model.pos_embed_interpolation": "antialias",
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
+    "objective.freeze_prototypes": "0 steps", "head.learned_lengths": "true", "ibot_head.learned_lengths": "true",
+    "ibot_head.prototypes": "40", "ibot_head.hidden": "24", "ibot_head.bottleneck": "8",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +163,6 @@ def test_a_head_with_numbers_that_are_none_is_refused(place, monkeypatch):
         load(place / "run")
 
 
-def test_a_run_starts_from_it_with_everything(place):
-    recipe = load_recipe(str(place / "run/config.yaml"), {"model.init_from": str(place / "run")})
-    network, whole = build_network(recipe, PerformanceOptions()), whole_tensors(place / "run", 3)
-    for name, parameter in network.named_parameters():
-        assert torch.equal(parameter, whole[f"teacher.{name}"]), name
-    assert "the head too (8 tensors); the ibot_head too (8 tensors)" in network.started_from
-
-
 KINDS = [name for name, spec in VITS.items() if spec.rope is not None]
 SIZE = 64
 
@@ -234,12 +187,6 @@ def _random(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def _spec(name: str) -> ViTSpec:
-    """Two narrow blocks of the released one."""
-    spec = VITS[name]
-    return dataclasses.replace(spec, depth=2, width=128, heads=128 * spec.heads // spec.width)
-
-
 def _backbone(name: str, **changes: object) -> Backbone:
     spec = dataclasses.replace(VITS[name], **{"width": 128, "heads": 2, "depth": 2, **changes})
     vit = VisionTransformer(spec, SIZE, BackboneOptions())
@@ -247,14 +194,12 @@ def _backbone(name: str, **changes: object) -> Backbone:
     return Backbone(vit, SIZE, "a test", {"timm_name": name, "step": 3, "images": 24})
 
 
-def _traits(name: str) -> tuple[object, ...]:
-    spec = VITS[name]
-    return spec.swiglu, spec.mlp_ratio, spec.qkv_bias
-
-
-@pytest.mark.parametrize("name", sampled(KINDS, _traits))
+@pytest.mark.parametrize(
+    "name", sampled(KINDS, lambda name: (VITS[name].swiglu, VITS[name].mlp_ratio, VITS[name].qkv_bias))
+)
 def test_timm_s_file_gives_timm_s_features(name, tmp_path):
-    spec = _spec(name)
+    whole = VITS[name]
+    spec = dataclasses.replace(whole, depth=2, width=128, heads=128 * whole.heads // whole.width)
     arguments = {"depth": spec.depth, "embed_dim": spec.width, "num_heads": spec.heads}
     theirs = _random(timm.create_model(name, num_classes=0, global_pool="token", **arguments))
     torch.save(theirs.state_dict(), tmp_path / "a.pth")
@@ -335,15 +280,6 @@ def test_what_can_t_be_taken_is_said(tmp_path):
     assert "--heads 4, and the file says 2" in line({}, heads=4)
     assert "ViT with rotary positions has no projectors.0.weight" in line({"projectors.0.weight": torch.ones(1)})
     assert "it lacks" in line({"cls_token": None}) or "class token" in line({"cls_token": None})
-
-
-def test_formats_that_have_no_such_rotary_positions(tmp_path):
-    unlike = _backbone("vit_small_patch16_dinov3", rms_norm=True)
-    with pytest.raises(ConfigError) as caught:
-        export_timm(unlike, tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    FORMATS["safetensors"][0](unlike, tmp_path / "a.safetensors")
-    _same(load(tmp_path / "a.safetensors").features(_images()), unlike.features(_images()))
 
 
 @pytest.mark.parametrize("change", [{"rope": "both"}, {"rope_base": 1.0}, {"rope_max_period": 9.0}, {"rope": None}])

@@ -16,8 +16,6 @@ from torch import nn
 from dino_ds.basics.names import weights_elsewhere
 from dino_ds.errors import CheckpointError
 from dino_ds.models.prototypes import DinoHead
-from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.load import load
 from dino_ds.weights.read import read_weights
 from tests.reference import product
@@ -201,21 +199,11 @@ class TestRefused:
         path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
         assert "is not a readable" in self._line(path)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["convnext_atto", "vit_small_patch16_rope_224"])
-    def test_other_networks_of_timm(self, tmp_path, name):
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        torch.save({n: torch.zeros(t.shape) for n, t in model.state_dict().items()}, tmp_path / "a.pth")
-        assert "no Vision Transformer" in (line := self._line(tmp_path / "a.pth")) or "another kind of net" in line
-
     @pytest.mark.parametrize(
         ("change", "says"),
         [
             ({"norm_pre.weight": torch.ones(64)}, "another kind of network: dino_ds's ViT has no norm_pre.weight"),
-            ({"dist_token": torch.zeros(1, 1, 64)}, "has no dist_token"),
             ({"blocks.1.mlp.fc2.weight": _with_one(torch.nan)}, "NaN, infinity .* in blocks.1.mlp.fc2"),
-            ({"blocks.1.mlp.fc2.weight": _with_one(torch.inf)}, "NaN, infinity .* in blocks.1.mlp.fc2"),
             ({"head.last_layer.weight_v": torch.full((4, 4), torch.nan)}, "NaN, infinity"),
             # Building what a name asks for would never end: blocks are counted by their tensors.
             ({"blocks.1000000000.norm1.bias": torch.zeros(64)}, "it has tensors of 3 blocks, and their last is called"),
@@ -314,36 +302,6 @@ def test_other_networks_of_timm(monkeypatch):
             torch.testing.assert_close(ours.features(image), theirs(image), rtol=1e-5, atol=1e-5)
     with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):
         load("vit_smal_patch16_224")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("dinov2_vitl14_reg", "torch.hub's name: timm has these weights as vit_large_patch14_reg4_dinov2.lvd142m"),
-        ("dino_vits8", "timm has these weights as vit_small_patch8_224.dino"),
-        ("facebook/dinov2-small", "hf download facebook/dinov2-small --local-dir DIR, then give DIR"),
-    ],
-)
-def test_names_of_other_hubs_are_answered(name: str, says: str):
-    with pytest.raises(CheckpointError, match=says):
-        load(name)
-
-
-def _kind(name: str) -> tuple[object, ...]:
-    spec = BACKBONES[name]
-    return spec.swiglu, spec.layer_scale is not None, spec.registers, spec.rope, spec.qkv_bias
-
-
-@pytest.mark.parametrize("name", sampled(BACKBONES, _kind))
-@pytest.mark.slow
-def test_every_architecture_has_timm_s_parameters(name):
-    """Names and shapes, without memory, at full depth and 224 pixels."""
-    with torch.device("meta"):
-        timm_name, arguments = BACKBONES[name].timm_model(name)
-        theirs = timm.create_model(timm_name, img_size=224, num_classes=0, **({} if timm_name == name else arguments))
-        ours = VisionTransformer(BACKBONES[name], 224)
-    shapes = {n: p.shape for n, p in theirs.named_parameters()}
-    assert {n: p.shape for n, p in ours.named_parameters()} == shapes
 
 
 def test_timm_has_the_weights_that_answers_name():

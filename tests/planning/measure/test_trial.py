@@ -23,13 +23,9 @@ def _process_group():
     init_distributed()
 
 
-def _trial(stage=0, batch=4, **sections):
-    return build_trial(*resolve(tiny_recipe(), tiny_ds(stage, **sections), "test.json", batch))
-
-
 @pytest.mark.slow
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
-    trial = _trial()
+    trial = build_trial(*resolve(tiny_recipe(), tiny_ds(0), "test.json", 4))
     assert [tuple(view.shape) for view in all_crops(trial.batch.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
     schedule = trial.step.schedule
     assert not schedule.prototypes_frozen and not schedule.unfreeze_prototypes

@@ -8,17 +8,10 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 
 TINY = {
-    "crops.global_size": "32",
-    "crops.local_size": "16",
-    "crops.num_local": "2",
-    "model.patch_size": "8",
-    "model.width": "32",
-    "model.heads": "2",
-    "model.depth": "3",
-    "head.prototypes": "64",
-    "head.hidden": "48",
+    "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "2", "model.patch_size": "8",
+    "model.width": "32", "model.heads": "2", "model.depth": "3", "head.prototypes": "64", "head.hidden": "48",
     "head.bottleneck": "16",
-}
+}  # fmt: skip
 DS: dict[str, Any] = {"gradient_clipping": 3.0, "zero_optimization": {"stage": 0}}
 
 
