@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.machine import has_accelerator_files
 from dino_ds.basics.names import weights_elsewhere
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import check_ds_config
@@ -147,8 +148,7 @@ def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any])
 def _surely_lacks_fp16() -> bool:
     """Whether this machine has no accelerator's device file and an x86 CPU without instructions for fp16. False where
     torch is loaded, which is asked later."""
-    devices = ("nvidia*", "kfd", "dri", "accel*", "davinci*")
-    if "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in devices):
+    if "torch" in sys.modules or has_accelerator_files():
         return False
     with contextlib.suppress(OSError):
         flags = set(Path("/proc/cpuinfo").read_text().split())

@@ -203,6 +203,8 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     options, files = read(command, request)
     if isinstance(model := getattr(options, "model", None), str):
         check_model_path(model)
+    if command.loads_torch and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"dino_ds: {command.name}: loading PyTorch takes some seconds", file=sys.stderr, flush=True)
     if "recipe" in files:
         run_dir = getattr(options, "run_dir", None)
         files["recipe"] = _resolve_from_sources(files["recipe"], request.recipe, run_dir, request.notes)

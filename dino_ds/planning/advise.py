@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.machine import has_accelerator_files
 from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
@@ -30,7 +31,6 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure import find_gpus
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
 """Arguments of `embed` for released weights whose features are worth a look before any training."""
@@ -66,7 +66,7 @@ def run(options: AdviseOptions) -> Result:
             raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
         check_split(options.root)
     images = _look_at(build_source(options.source, options.root, "train", False), options.sample)
-    gpus = len(find_gpus()) if options.gpus is None else options.gpus
+    gpus = _count_gpus() if options.gpus is None else options.gpus
     facts = Situation(images["images"], images["side"]["median"], images["channels"], gpus)
     if facts.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {facts.channels}: gather more images"
@@ -76,7 +76,8 @@ def run(options: AdviseOptions) -> Result:
             f"{facts.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
     rows = advise(facts)
-    flags = _train_flags(options, facts.recipe, rows, images["classes"] or 0)
+    allowed = _allowed_unreadable(images)
+    flags = _train_flags(options, facts.recipe, rows, images["classes"] or 0) | allowed
     several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
     result: dict[str, Any] = {
@@ -87,8 +88,17 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    result["ways"] = [_way(way, result["command"], options) for way in ways(facts)]
+    result["ways"] = [_way(way, result["command"], options, allowed) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
+
+
+def _count_gpus() -> int:
+    """Count this machine's GPUs; torch, which takes seconds to load, is only asked where there may be one."""
+    if not has_accelerator_files():
+        return 0
+    from dino_ds.planning.measure import find_gpus
+
+    return len(find_gpus())
 
 
 def _look_at(source: Source, sample: int) -> dict[str, Any]:
@@ -142,9 +152,17 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
-def _way(way: Way, advised: str, options: AdviseOptions) -> dict[str, Any]:
+def _allowed_unreadable(images: Mapping[str, Any]) -> dict[str, str]:
+    """The option with which a run goes on where more images are unreadable than it allows: twice their share."""
+    share = images["unreadable"] / images["looked_at"]
+    return {"data.max_bad_fraction": f"{min(1.0, 2 * share):.2g}"} if share > Recipe().data.max_bad_fraction else {}
+
+
+def _way(way: Way, advised: str, options: AdviseOptions, allowed: Mapping[str, str]) -> dict[str, Any]:
     """A way with its whole command, and the minutes that it takes a core."""
-    section, end = ("", " --out features.parquet") if way.words[:1] == ("embed",) else ("data.", "")
+    section, end = "data.", "".join(f" --{name} {value}" for name, value in allowed.items())
+    if way.words[:1] == ("embed",):
+        section, end = "", " --out features.parquet"
     command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
     return {"way": way.name, "gave": way.gave, "minutes": way.images * way.seconds / 60, "command": command}
 
@@ -158,12 +176,15 @@ def _notes(
         )
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
-    seen = {name: value for name, value in flags.items() if name.startswith(("data.", "crops.", "model."))}
+    seen = {key: text for key, text in flags.items() if key.startswith(("data.", "crops.", "model."))}
+    seen.pop("data.max_bad_fraction", None)
     shown = {"config": facts.recipe, **seen}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
-        yield f"{share:.1%} of the images can't be read: above 1 % the run stops; which ones: {look}"
+        most = flags.get("data.max_bad_fraction")
+        so = f"more than a run allows by itself, so that the commands have {most}" if most else "which are skipped"
+        yield f"{share:.1%} of the images can't be read, {so}; which ones: {look}"
     if images["types"] != ["uint8"] or not facts.has_color:
         values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
         yield f"{values}: the run finds their range and mean, which this shows\n  {look}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from dino_ds.basics.formatting import short
 from dino_ds.basics.names import unquoted
 from dino_ds.config.crops import EMA
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
@@ -98,7 +99,7 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     since = f" from step {first:,}" if first else ""
     yield Event(
         f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}, "
-        f"each {images / options.images:,.1f} times",
+        f"each {short(images / options.images)} times",
         steps=steps,
         last_step=options.last_step,
     )

@@ -12,7 +12,7 @@ from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Origin, Request, read_run_id, split_origin
+from dino_ds.config.stages import Origin, Request, no_checkpoint, read_run_id, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.images import Joined, Source
 from dino_ds.engine import distributed
@@ -167,9 +167,7 @@ def choose_beginning(
             return Beginning(choice.saved, notes=choice.notes)
         folder.check_nothing_saved()
         if not folder.may_start_anew:
-            raise CheckpointError(
-                f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
-            )
+            raise no_checkpoint(folder.path)
     if folder.recipe.stage_start is None:
         return Beginning()
     if options.from_ is None:

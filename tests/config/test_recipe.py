@@ -329,7 +329,7 @@ def test_a_length_may_be_a_share_of_the_run(write):
     assert "'5 %' is not a weight" in _problems(objective__koleo_weight="5 %")[0]
 
 
-def test_a_shorter_length_shortens_a_shipped_recipes_warm_ups(write: Callable[..., str]):
+def test_a_shorter_length_shortens_a_shipped_recipes_warm_ups(write):
     """In steps or images, to a third of it, with a note; never those that the user has set, or of the shipped length,
     or where a third is enough."""
     notes: list[str] = []
