@@ -155,7 +155,11 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
 def _allowed_unreadable(images: Mapping[str, Any]) -> dict[str, str]:
     """The option with which a run goes on where more images are unreadable than it allows: twice their share."""
     share = images["unreadable"] / images["looked_at"]
-    return {"data.max_bad_fraction": f"{min(1.0, 2 * share):.2g}"} if share > Recipe().data.max_bad_fraction else {}
+    return (
+        {"data.max_bad_fraction": f"{min(1.0, math.ceil(200 * share) / 100):g}"}
+        if share > Recipe().data.max_bad_fraction
+        else {}
+    )
 
 
 def _way(way: Way, advised: str, options: AdviseOptions, allowed: Mapping[str, str]) -> dict[str, Any]:
@@ -183,7 +187,7 @@ def _notes(
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
         most = flags.get("data.max_bad_fraction")
-        so = f"more than a run allows by itself, so that the commands have {most}" if most else "which are skipped"
+        so = f"more than a run allows by itself: the commands allow {float(most):.0%}" if most else "and are skipped"
         yield f"{share:.1%} of the images can't be read, {so}; which ones: {look}"
     if images["types"] != ["uint8"] or not facts.has_color:
         values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
