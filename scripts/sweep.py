@@ -128,7 +128,7 @@ def draw_sweep(result: dict[str, Any]) -> Any:
         size = cell["largest"] or cell["largest_with_checkpointing"]
         kind = 0 if cell["largest"] else 1 if size else 2
         counts[kind] += 1
-        color, ink = ("none", INK) if not size else (ramps[kind](norm(size)), "white" if size > 100 else "#222222")
+        color, ink = (ramps[kind](norm(size)), "#222222") if size else ("none", INK)
         axes.add_patch(Rectangle((column - 0.47, row - 0.45), 0.94, 0.9, color=color, linewidth=0))
         text = cell_text(cell).removeprefix("c")
         axes.text(column, row, text, ha="center", va="center", fontsize=9, color=ink)
