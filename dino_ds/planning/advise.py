@@ -47,7 +47,9 @@ _LEAST_BATCH = 32
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
 _CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
 _AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
-_CONTINUED = "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.8; this one's only held"
+_CONTINUED = (
+    "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.8; this network kept its own"
+)
 _TAUGHT = "k-NN 50.1 % of Tiny-ImageNet, by an eighth of the teacher's weights"
 _SCRATCH = "k-NN 36.7 % of Tiny-ImageNet after 50,000 images, 42.2 after 100,000"
 RELEASED = "tf_efficientnet_lite0.in1k"
@@ -76,8 +78,7 @@ def run(options: AdviseOptions) -> Result:
             f"{facts.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
     rows = advise(facts)
-    allowed = _allowed_unreadable(images)
-    flags = _train_flags(options, facts.recipe, rows, images["classes"] or 0) | allowed
+    flags = _train_flags(options, facts.recipe, rows, images)
     several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
     result: dict[str, Any] = {
@@ -88,7 +89,8 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    result["ways"] = [_way(way, result["command"], options, allowed) for way in ways(facts)]
+    kept = {key: text for key, text in flags.items() if key.startswith(("eval.", "data.max_bad_fraction"))}
+    result["ways"] = [_way(way, result["command"], options, kept) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
 
 
@@ -138,13 +140,16 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
     }
 
 
-def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], classes: int) -> dict[str, str]:
+def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
-    for k-NN, unless a folder of test images is beside them."""
+    for k-NN, unless a folder of test images is beside them. Where more of the `images` that were looked at are
+    unreadable than a run allows, twice their share is."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
-    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if classes > 1 else {}
+    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if (images["classes"] or 0) > 1 else {}
+    if (share := images["unreadable"] / images["looked_at"]) > Recipe().data.max_bad_fraction:
+        flags["data.max_bad_fraction"] = f"{min(1.0, math.ceil(200 * share) / 100):g}"
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
@@ -152,19 +157,9 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
-def _allowed_unreadable(images: Mapping[str, Any]) -> dict[str, str]:
-    """The option with which a run goes on where more images are unreadable than it allows: twice their share."""
-    share = images["unreadable"] / images["looked_at"]
-    return (
-        {"data.max_bad_fraction": f"{min(1.0, math.ceil(200 * share) / 100):g}"}
-        if share > Recipe().data.max_bad_fraction
-        else {}
-    )
-
-
-def _way(way: Way, advised: str, options: AdviseOptions, allowed: Mapping[str, str]) -> dict[str, Any]:
-    """A way with its whole command, and the minutes that it takes a core."""
-    section, end = "data.", "".join(f" --{name} {value}" for name, value in allowed.items())
+def _way(way: Way, advised: str, options: AdviseOptions, kept: Mapping[str, str]) -> dict[str, Any]:
+    """A way with its whole command, and the minutes that it takes a core; kept: options of each training."""
+    section, end = "data.", "".join(f" --{name} {shlex.quote(value)}" for name, value in kept.items())
     if way.words[:1] == ("embed",):
         section, end = "", " --out features.parquet"
     command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
@@ -304,7 +299,7 @@ def advise(facts: Situation) -> list[Row]:
     if not facts.gpus:
         images = min(_TAUGHT_IMAGES if facts.teacher else _CPU_IMAGES, MOST_PASSES * facts.images)
         value, first = f"{images:,} images", f'a first look: --length "{images // 10} images"'
-        why = f"the study's (docs/continue.md), at most {MOST_PASSES:,} times each image; {first}"
+        why = f"as measured (docs/continue.md), at most {MOST_PASSES:,} times each image; {first}"
         if not facts.teacher:
             value += f", {images * _cpu_seconds(facts, rows[-1].flags) / 3600:.1f} h of a core"
             why = (

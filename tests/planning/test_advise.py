@@ -138,6 +138,7 @@ def test_without_a_gpu_the_ways_are_compared_each_with_a_command_that_runs(tmp_p
     assert words[1] == "embed" and str(tmp_path / "my images") in str(options.root)
     recipes = [_accepted(way["command"]) for way in trained]
     assert {recipe.data.root for recipe in recipes} == {str(tmp_path / "my images")}
+    assert {recipe.eval.val_share for recipe in recipes} == {0.1}
     assert recipes[0].model.init_from and recipes[1].teacher.source and trained[1]["command"] == found["command"]
     main(["advise", str(tmp_path / "my images"), "--sample", "20"])
     page = capsys.readouterr().out
