@@ -18,6 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES as KNOWN
 from dino_ds.planning.fit import GPUS, Shape, ds_of, largest_micro_batch
+from dino_ds.report.draw import INK
 from scripts.results import write_result
 
 BACKBONES = (
@@ -33,7 +34,8 @@ BACKBONES = (
 PLACES = {"1": (1, ""), "2": (2, ""), "3": (3, ""), "3+host": (3, "optimizer and weights")}
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
 _PATH = "the sweep"
-_GREEN, _AMBER, _GRAY = "#2f7d4f", "#c98a3a", "#d9d9d9"
+_RAMPS = {"fits": ("#cfe8d5", "#2a9461"), "fits with activation checkpointing": ("#f6e3c4", "#dd8a2c")}
+"""From the smallest micro-batch to the largest."""
 
 
 def main(out: str, gpus: int = 8, config: str | None = None) -> None:
@@ -107,54 +109,46 @@ def cell_text(cell: dict[str, Any]) -> str:
 
 def draw_sweep(result: dict[str, Any]) -> Any:
     """A matplotlib Figure: models down, cards and stages across, largest micro-batches written into the cells."""
-    import numpy as np
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
 
     cells = result["cells"]
     models = list(dict.fromkeys((cell["backbone"], cell["weights"]) for cell in cells))
     boxes = list(dict.fromkeys(cell["card_gb"] for cell in cells))
     columns = [(box, place) for box in boxes for place in PLACES]
-    found = {(cell["backbone"], cell["card_gb"], cell["place"]): cell for cell in cells}
-    figure = Figure(figsize=(0.36 * len(columns) + 2.6, 0.46 * len(models) + 2.1), layout="constrained")
-    axes = figure.subplots()
-    maps = {"plain": ("#cfe8d5", _GREEN), "checked": ("#f6e3c4", _AMBER)}
-    norm = LogNorm(1, 2048)
-    image = np.ones((len(models), len(columns), 3))
-    for row, (name, _) in enumerate(models):
-        for column, (box, place) in enumerate(columns):
-            cell = found[name, box, place]
-            kind = "plain" if cell["largest"] else "checked"
-            size = cell["largest"] or cell["largest_with_checkpointing"]
-            ramp = LinearSegmentedColormap.from_list(kind, maps[kind])
-            color = ramp(float(norm(min(size, 2048))))[:3] if size else (0.85, 0.85, 0.85)
-            image[row, column] = color
-            dark = size > 300
-            text = cell_text(cell).removeprefix("c")
-            axes.text(column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
-    axes.imshow(image, aspect="auto", interpolation="nearest")
-    axes.set_yticks(range(len(models)), [f"{name}\n{weights / 1e6:,.0f} M" for name, weights in models], fontsize=9)
-    axes.set_xticks(range(len(columns)), [place for _, place in columns], fontsize=8, rotation=90)
+    figure = Figure(figsize=(0.38 * len(columns) + 2.6, 0.42 * len(models) + 2.3), layout="constrained")
+    axes = figure.subplots(subplot_kw={"xlim": (-0.5, len(columns) - 0.5), "ylim": (len(models) - 0.5, -0.5)})
+    ramps = [LinearSegmentedColormap.from_list("", ends) for ends in _RAMPS.values()]
+    norm, counts = LogNorm(1, 2048), [0, 0, 0]
+    for cell in cells:
+        column = columns.index((cell["card_gb"], cell["place"]))
+        row = models.index((cell["backbone"], cell["weights"]))
+        size = cell["largest"] or cell["largest_with_checkpointing"]
+        kind = 0 if cell["largest"] else 1 if size else 2
+        counts[kind] += 1
+        color, ink = (ramps[kind](norm(size)), "#222222") if size else ("none", INK)
+        axes.add_patch(Rectangle((column - 0.47, row - 0.45), 0.94, 0.9, color=color, linewidth=0))
+        text = cell_text(cell).removeprefix("c")
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=ink)
+    axes.set_yticks(range(len(models)), [f"{name}\n{weights / 1e6:,.0f} M weights" for name, weights in models])
+    axes.set_xticks(range(len(columns)), [place for _, place in columns], rotation=90)
+    axes.tick_params(length=0, labelsize=9)
     for i, box in enumerate(boxes):
         middle = i * len(PLACES) + (len(PLACES) - 1) / 2
-        axes.text(middle, -0.75, f"{box} GB", ha="center", va="bottom", fontsize=11, fontweight="bold")
+        axes.text(middle, -0.6, f"{box} GB", ha="center", va="bottom", fontsize=11)
         if i:
-            axes.axvline(i * len(PLACES) - 0.5, color="white", linewidth=3)
-    axes.tick_params(length=0)
+            axes.axvline(i * len(PLACES) - 0.5, color=INK, linewidth=0.8)
     axes.spines[:].set_visible(False)
     axes.set_xlabel("ZeRO stage; 3+host: optimizer and weights in host memory", fontsize=10)
-    axes.set_title(
-        f"Largest micro-batch on each of {result['gpus']} GPU(s), crops {result['crops']}, predicted",
-        pad=26,
-        fontsize=11,
-    )
-    legend = [
-        Patch(color=_GREEN, label="fits"),
-        Patch(color=_AMBER, label="fits with activation checkpointing"),
-        Patch(color=_GRAY, label="does not fit"),
-    ]
-    figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
+    shown = f"{len(models)} networks on {result['gpus']} GPUs of {len(boxes)} sizes at {len(PLACES)} stages"
+    title = f"Largest micro-batch of a GPU, predicted: {shown}, crops {result['crops']}, 16 bits"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    names = (*_RAMPS, "does not fit")
+    faces: list[Any] = [*(ramp(0.5) for ramp in ramps), "none"]
+    patches = [Patch(facecolor=face, edgecolor=INK) for face in faces]
+    labels = [f"{name}: {count} of {len(cells)}" for name, count in zip(names, counts, strict=True)]
+    figure.legend(patches, labels, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     return figure
 
 

@@ -46,6 +46,12 @@ def host_memory_gib() -> tuple[float, float]:
     return total / 2**30, free / 2**30
 
 
+def has_accelerator_files() -> bool:
+    """Whether /dev has a file of a GPU or another accelerator: without one there is none, which torch need not say."""
+    devices = ("nvidia*", "kfd", "dri", "dxg", "accel*", "davinci*")
+    return any(next(Path("/dev").glob(name), None) for name in devices)
+
+
 def resident_gib() -> float:
     """Resident memory of this process and all its descendants, in GiB.
 

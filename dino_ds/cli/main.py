@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__, errors
-from dino_ds.basics.machine import check_ranks, speaks_for_its_machine
+from dino_ds.basics.machine import check_ranks, has_accelerator_files, speaks_for_its_machine
 from dino_ds.basics.names import as_written, did_you_mean, suggestion, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import check_ds_config
@@ -205,6 +205,8 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     options, files = read(command, request)
     if isinstance(model := getattr(options, "model", None), str):
         check_model_path(model)
+    if command.loads_torch and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"dino_ds: {command.name}: loading PyTorch takes some seconds", file=sys.stderr, flush=True)
     if "recipe" in files:
         run_dir = getattr(options, "run_dir", None)
         files["recipe"] = _resolve_from_sources(files["recipe"], request.recipe, run_dir, request.notes)
@@ -433,8 +435,7 @@ def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any])
 def _surely_lacks_fp16() -> bool:
     """Whether this machine has no accelerator's device file and an x86 CPU without instructions for fp16. False where
     torch is loaded, which is asked later."""
-    devices = ("nvidia*", "kfd", "dri", "accel*", "davinci*")
-    if "torch" in sys.modules or any(next(Path("/dev").glob(name), None) for name in devices):
+    if "torch" in sys.modules or has_accelerator_files():
         return False
     with contextlib.suppress(OSError):
         flags = set(Path("/proc/cpuinfo").read_text().split())

@@ -171,7 +171,7 @@ def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, colum
     words = [f"cluster {number}", f"{len(rows)} images"]
     if known and classes:
         label, count = Counter(known).most_common(1)[0]
-        words.append(f"{count / len(rows):.0%} {classes[label]}")
+        words.append(f"{count / len(rows):.0%} class {classes[label]}")
     chosen = rows if len(rows) <= columns else rows[: columns - 2] + rows[-2:]
     return [(row, words[i] if i < len(words) else "") for i, row in enumerate(chosen)]
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dino_ds.basics.files import check_absent, left_over, why_not_writable
-from dino_ds.basics.names import sidecar_of
+from dino_ds.basics.names import export_ending, sidecar_of
 from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError
 from dino_ds.options.definition import ExportOptions, Result
@@ -22,17 +22,7 @@ def run(options: ExportOptions) -> Result:
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
 
-    check(options)
-    write, ending = FORMATS[options.format]
-    source = Path(os.path.expanduser(options.model))
-    is_folder = source.is_dir()
-    default = (
-        find_model_folder(options.model).place("teacher", ending)
-        if is_folder
-        else source.with_name(source.stem + ending)
-    )
-    path = Path(os.path.expanduser(options.out)) if options.out else default
-    _check_place(source, options.format, path)
+    path, write = check(options), FORMATS[options.format][0]
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
     backbone.crop_pct = None if options.format == "safetensors" else crop_pct_of(options.model, backbone.image_size)
     how, notes = write(backbone, path), [*backbone.notes]
@@ -52,18 +42,26 @@ def run(options: ExportOptions) -> Result:
     return Result(facts, "\n".join([str(path), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 
 
-def check(options: ExportOptions) -> None:
-    """Check packages and `out`; without torch, so that an error comes at once. Raises ConfigError."""
+def check(options: ExportOptions) -> Path:
+    """Check packages, and the place of the export, which is returned; without torch, so that an error comes at once.
+    Raises ConfigError."""
+    source, ending = Path(os.path.expanduser(options.model)), export_ending(options.format)
     if options.out is not None:
-        _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
+        path = Path(os.path.expanduser(options.out))
+    elif source.is_dir():
+        path = find_model_folder(options.model).place("teacher", ending)
+    else:
+        path = source.with_name(source.stem + ending)
+    _check_place(source, options.format, path)
     if options.format == "onnx" and importlib.util.find_spec("onnxscript") is None:
         raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
+    return path
 
 
 def _check_place(source: Path, format: str, path: Path) -> None:
     exported = [file for file in (source, source / "teacher.safetensors") if file.exists()]
     if path.exists() and any(map(path.samefile, exported)):
-        raise ConfigError(f"{path} is the file to export: name another file with --out")
+        raise ConfigError(f"{path} is the file to export: copy it, or name another file with --out")
     if format != "timm" and path.suffix != f".{format}":
         raise ConfigError(f"--out {path} does not end in .{format}, as such files must: rename it")
     # An export that was killed leaves a description, and weights under a temporary name.

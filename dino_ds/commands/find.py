@@ -70,11 +70,13 @@ class Embedded:
         source, index = (NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
         return crop(load_image(source, index, self.about["value_range"], crop.channels))
 
-    def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = ()) -> bytes:
+    def sheet(
+        self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = (), heading: str = ""
+    ) -> bytes:
         """A PNG file of images, line by line with words under them: the first ones of the first lines; titles: of its
-        columns."""
+        columns; heading: of the whole."""
         columns = max(len(line[:COLUMNS]) for line in lines)
-        sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], captions=True)
+        sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], captions=True, heading=heading)
         for row, line in enumerate(lines[:LINES]):
             for column, (image, text) in enumerate(line[:COLUMNS]):
                 sheet.put(row, column, self._picture(image), text)
@@ -225,17 +227,26 @@ def run(options: FindOptions) -> Result:
     for image, query, near, values in zip(queries, options.images, bank.chosen[places], cosines, strict=True):
         pairs = [pair for pair in zip(near.tolist(), values.tolist(), strict=True) if pair[0] != image][: options.top]
         neighbors += [Found(query, cosine, row, embedded.source.name(row)) for row, cosine in pairs]
-        sheet.append([(image, "query"), *((row, f"{cosine:.4f}") for row, cosine in pairs)])
+        name = image if isinstance(image, str) else embedded.source.name(image)
+        sheet.append([(image, Path(name).name), *((row, f"{cosine:.4f}") for row, cosine in pairs)])
     ending, content = embedded.listed({image.row for image in neighbors})
     try:
         replace_file(Path(f"{stem}{ending}"), content)
-        replace_file(Path(f"{stem}.png"), embedded.sheet(sheet))
+        replace_file(Path(f"{stem}.png"), embedded.sheet(sheet, heading=_heading(sheet, len(bank))))
     except OSError as error:
         raise unwritable(stem, error, "out") from None
     files = [f"{stem}{ending}", f"{stem}.png"]
     table = ["\t".join((near.query, f"{near.cosine:.4f}", near.name)) for near in neighbors]
     facts = {"found": [near._asdict() for near in neighbors], "files": files, "notes": embedded.notes}
     return Result(facts, "\n".join([*table, ", ".join(files)]), embedded.notes, neighbors)
+
+
+def _heading(sheet: Sequence[Sequence[object]], images: int) -> str:
+    """What the picture shows, and how much of the list."""
+    lines, nearest = min(LINES, len(sheet)), max(map(len, sheet)) - 1
+    asked = f"{lines} of {len(sheet)} images" if lines < len(sheet) else f"{lines} image{'s' * (lines > 1)}"
+    few = f"{COLUMNS - 1} of the {nearest}" if nearest >= COLUMNS else f"the {nearest}"
+    return f"{asked}, and {few} nearest of {images:,}, with the cosines of their features"
 
 
 def _row_of(embedded: Embedded, image: str) -> int | str:

@@ -5,6 +5,7 @@ line; all problems are reported together. No torch, since help must start at onc
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -402,8 +403,28 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSe
             settings.refuse(name, f"{path}: ")
 
 
-def _resolve_shares(settings: RecipeSettings) -> None:
-    """Replace each length such as "10 %", also that of a ramp, by that part of the run's length, if it is valid."""
+_WARM_UPS = ("optimizer.warmup", "objective.teacher_temp_warmup", "objective.freeze_prototypes")
+_LONGEST_WARM_UP = "33 %"
+
+
+def _shorten_warm_ups(settings: RecipeSettings, length: Length) -> None:
+    """Shorten a shipped recipe's warm-ups to a third of a `length` that the user has set, where they are longer."""
+    if not settings.is_users("length") or length.begin or settings.get("stage_start") == "continue":
+        return
+    defaults, longest = dict(schema.named_values(Recipe())), Length.parse(length.share(_LONGEST_WARM_UP))
+    batch = float(settings.get("data.global_batch", defaults["data.global_batch"]))
+    for name in [name for name in _WARM_UPS if name in settings.origins or name == _WARM_UPS[0]]:
+        part, origin = Length.parse(settings.get(name, defaults[name])), settings.origins.get(name)
+        units = {part.unit: 1.0, length.unit: 1.0} if part.unit == length.unit else {"steps": batch, "images": 1.0}
+        longer = units.get(part.unit, 0.0) * part.value > units.get(length.unit, math.inf) * longest.value
+        if longer and (origin is None or Path(origin).parent == RECIPES):
+            settings._set(name, str(longest), origin or schema.COMMAND_LINE)
+            settings.notes.append(f"{name} is {longest}, a third of length {length}: the recipe's {part} are longer")
+
+
+def _resolve_lengths(settings: RecipeSettings) -> None:
+    """Replace each length such as "10 %", also that of a ramp, by that part of the run's length, if it is valid, and
+    fit the warm-ups to it."""
     options = schema.options_of(Recipe)
     with suppress(ValueError):
         length = Length.parse(settings.get("length", Recipe.model_fields["length"].default))
@@ -411,6 +432,7 @@ def _resolve_shares(settings: RecipeSettings) -> None:
             kinds, (ramp, over, text) = options[name].type.split(" or "), str(settings.get(name)).rpartition("over ")
             if name != "length" and ("weight" if over else "length") in kinds and (share := length.share(text)):
                 settings._set(name, f"{ramp}{over}{share}", origin)
+        _shorten_warm_ups(settings, length)
 
 
 def _validate(settings: RecipeSettings) -> Recipe:
@@ -419,7 +441,7 @@ def _validate(settings: RecipeSettings) -> Recipe:
     pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
     checked again, without problems that only follow from the `invalid` ones.
     """
-    _resolve_shares(settings)
+    _resolve_lengths(settings)
     lines, values, invalid = list(settings.problems), settings.values, set(settings.invalid)
     recipe, wrong = None, {""}
     while recipe is None and wrong:

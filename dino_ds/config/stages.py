@@ -430,6 +430,15 @@ def check_may_begin(run_dir: Path, resume: Resume) -> None:
         raise ConfigError(f"{run_dir} already holds a run; add {how}, or give another --run_dir")
     if resume not in (False, "auto") and not there:
         raise nothing_to_resume(run_dir)
+    if resume is True and not holds_checkpoint(run_dir):
+        raise no_checkpoint(run_dir)
+
+
+def no_checkpoint(run_dir: Path) -> CheckpointError:
+    """The error for --resume of a run that has saved nothing."""
+    return CheckpointError(
+        f"no checkpoint in {run_dir} and --resume was given; --resume auto starts from the beginning then"
+    )
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:

@@ -187,8 +187,10 @@ examples
 
 FIRST_DAY = {
     "dino-ds train --config quickstart": "the embedded photographs: minutes, to see that it works",
+    "dino-ds advise IMAGES": "settings for your images and this machine, and the command to type",
     "dino-ds look-data --data.root IMAGES": "your images as the network will see them",
-    "dino-ds train --data.root IMAGES --run_dir runs/mine": "a ViT-S/16 on them; --resume continues",
+    "dino-ds train --config small --data.root IMAGES --run_dir runs/mine": "a small ViT on them, without a GPU; "
+    "--resume continues",
     "dino-ds report runs/mine": "curves, evaluations and pictures on one page",
     "dino-ds export runs/mine --format timm": "the result for other programs",
 }

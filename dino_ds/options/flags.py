@@ -41,12 +41,12 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     own = {field: request.options[name] for name, field in fields.items() if name in request.options}
     options = command.options(**own)
     allow_code(getattr(options, name, None) for name in ("allow_code", "source", "backbone"))
-    files: dict[str, Any] = {"request": request} if command.takes_request else {}
-    problems: list[str] = []
+    files, problems = dict[str, Any](), list[str]()
     if command.takes_recipe:
         try:
             if command is TRAIN:
                 options = _with_run_folder(options, request)
+                request = _without_chosen_recipe(request, Path(options.run_dir))
                 files["recipe"] = request.recipe_for_start(Path(options.run_dir))
             else:
                 files["recipe"] = load_recipe(config, request.recipe, request.notes)
@@ -69,7 +69,7 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
             )
     if problems:
         raise ConfigError("\n".join(problems))
-    return options, files
+    return options, files | ({"request": request} if command.takes_request else {})
 
 
 def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
@@ -97,6 +97,16 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
     if config is None and options.from_ is None and options.resume is not False:
         _check_resumed(Path(options.run_dir), overrides, may_start=options.resume == "auto")
     return options
+
+
+def _without_chosen_recipe(request: Request, run_dir: Path) -> Request:
+    """The request without a shipped recipe that names no images, and so only chooses which run to resume."""
+    options, settings = request.options, request.settings
+    chooses = request.config in recipe_names() and "from" not in options and options.get("resume", False) is not False
+    names_images = settings.get("data.root") or settings.get("data.source", "folder") != "folder"
+    if not chooses or names_images or not is_file(str(run_dir / "config.yaml")):
+        return request
+    return dataclasses.replace(request, options={name: options[name] for name in options if name != "config"})
 
 
 def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
@@ -294,10 +304,11 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
         if not strays and len(problems) == before and os.environ.get("RANK", "0") == "0":
             print(f"dino_ds: {word} is read as {option}", file=sys.stderr, flush=True)
     if strays:
-        problems.append(
-            f"unexpected {', '.join(strays[:3])}{', ...' if len(strays) > 3 else ''}: options are written --key value; "
-            "a value with spaces stands in quotes, several values have commas between them"
-        )
+        how = "a value with spaces stands in quotes, several values have commas between them"
+        if command.images_option and len(strays) == 1 and not images and "=" not in strays[0]:
+            how = f"as images (--{command.images_option}) it does not exist"
+        names = f"{', '.join(strays[:3])}{', ...' if len(strays) > 3 else ''}"
+        problems.append(f"unexpected {names}: options are written --key value; {how}")
 
 
 def _may_be_images(word: str) -> bool:

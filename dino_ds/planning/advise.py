@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.machine import has_accelerator_files
 from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
@@ -30,7 +31,6 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.measure import find_gpus
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
 """Arguments of `embed` for released weights whose features are worth a look before any training."""
@@ -47,7 +47,9 @@ _LEAST_BATCH = 32
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
 _CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
 _AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
-_CONTINUED = "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.8; this one's only held"
+_CONTINUED = (
+    "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.8; this network kept its own"
+)
 _TAUGHT = "k-NN 50.1 % of Tiny-ImageNet, by an eighth of the teacher's weights"
 _SCRATCH = "k-NN 36.7 % of Tiny-ImageNet after 50,000 images, 42.2 after 100,000"
 RELEASED = "tf_efficientnet_lite0.in1k"
@@ -66,7 +68,7 @@ def run(options: AdviseOptions) -> Result:
             raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
         check_split(options.root)
     images = _look_at(build_source(options.source, options.root, "train", False), options.sample)
-    gpus = len(find_gpus()) if options.gpus is None else options.gpus
+    gpus = _count_gpus() if options.gpus is None else options.gpus
     facts = Situation(images["images"], images["side"]["median"], images["channels"], gpus)
     if facts.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {facts.channels}: gather more images"
@@ -76,7 +78,7 @@ def run(options: AdviseOptions) -> Result:
             f"{facts.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
     rows = advise(facts)
-    flags = _train_flags(options, facts.recipe, rows, images["classes"] or 0)
+    flags = _train_flags(options, facts.recipe, rows, images)
     several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
     result: dict[str, Any] = {
@@ -87,8 +89,18 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    result["ways"] = [_way(way, result["command"], options) for way in ways(facts)]
+    kept = {key: text for key, text in flags.items() if key.startswith(("eval.", "data.max_bad_fraction"))}
+    result["ways"] = [_way(way, result["command"], options, kept) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
+
+
+def _count_gpus() -> int:
+    """Count this machine's GPUs; torch, which takes seconds to load, is only asked where there may be one."""
+    if not has_accelerator_files():
+        return 0
+    from dino_ds.planning.measure import find_gpus
+
+    return len(find_gpus())
 
 
 def _look_at(source: Source, sample: int) -> dict[str, Any]:
@@ -128,13 +140,16 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
     }
 
 
-def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], classes: int) -> dict[str, str]:
+def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
-    for k-NN, unless a folder of test images is beside them."""
+    for k-NN, unless a folder of test images is beside them. Where more of the `images` that were looked at are
+    unreadable than a run allows, twice their share is."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
-    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if classes > 1 else {}
+    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if (images["classes"] or 0) > 1 else {}
+    if (share := images["unreadable"] / images["looked_at"]) > Recipe().data.max_bad_fraction:
+        flags["data.max_bad_fraction"] = f"{min(1.0, math.ceil(200 * share) / 100):g}"
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
@@ -142,9 +157,11 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
-def _way(way: Way, advised: str, options: AdviseOptions) -> dict[str, Any]:
-    """A way with its whole command, and the minutes that it takes a core."""
-    section, end = ("", " --out features.parquet") if way.words[:1] == ("embed",) else ("data.", "")
+def _way(way: Way, advised: str, options: AdviseOptions, kept: Mapping[str, str]) -> dict[str, Any]:
+    """A way with its whole command, and the minutes that it takes a core; kept: options of each training."""
+    section, end = "data.", "".join(f" --{name} {shlex.quote(value)}" for name, value in kept.items())
+    if way.words[:1] == ("embed",):
+        section, end = "", " --out features.parquet"
     command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
     return {"way": way.name, "gave": way.gave, "minutes": way.images * way.seconds / 60, "command": command}
 
@@ -158,12 +175,15 @@ def _notes(
         )
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
-    seen = {name: value for name, value in flags.items() if name.startswith(("data.", "crops.", "model."))}
+    seen = {key: text for key, text in flags.items() if key.startswith(("data.", "crops.", "model."))}
+    seen.pop("data.max_bad_fraction", None)
     shown = {"config": facts.recipe, **seen}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
-        yield f"{share:.1%} of the images can't be read: above 1 % the run stops; which ones: {look}"
+        most = flags.get("data.max_bad_fraction")
+        so = f"more than a run allows by itself: the commands allow {float(most):.0%}" if most else "and are skipped"
+        yield f"{share:.1%} of the images can't be read, {so}; which ones: {look}"
     if images["types"] != ["uint8"] or not facts.has_color:
         values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
         yield f"{values}: the run finds their range and mean, which this shows\n  {look}"
@@ -279,7 +299,7 @@ def advise(facts: Situation) -> list[Row]:
     if not facts.gpus:
         images = min(_TAUGHT_IMAGES if facts.teacher else _CPU_IMAGES, MOST_PASSES * facts.images)
         value, first = f"{images:,} images", f'a first look: --length "{images // 10} images"'
-        why = f"the study's (docs/continue.md), at most {MOST_PASSES:,} times each image; {first}"
+        why = f"as measured (docs/continue.md), at most {MOST_PASSES:,} times each image; {first}"
         if not facts.teacher:
             value += f", {images * _cpu_seconds(facts, rows[-1].flags) / 3600:.1f} h of a core"
             why = (

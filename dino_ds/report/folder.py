@@ -122,7 +122,9 @@ def read_run(path: Path) -> RunFiles:
         reason = "it is a file" if path.exists() else f"it does not exist{near_run(path)}"
         raise ConfigError(f"{path} is not a run folder: {reason}")
     if not (path / "config.yaml").exists() and not (path / "metrics.jsonl").exists():
-        raise ConfigError(f"{path} is not a run folder: it holds neither config.yaml nor metrics.jsonl")
+        runs = sorted(str(run.parent) for run in path.glob("*/config.yaml"))
+        inside = f"; are its runs meant? {', '.join(runs[:3])}{', ...' if len(runs) > 3 else ''}" if runs else ""
+        raise ConfigError(f"{path} is not a run folder: it holds neither config.yaml nor metrics.jsonl{inside}")
     notes: list[str] = []
     metrics = _read(notes, path / "metrics.jsonl", read_metrics, Metrics({}, 0, 0), "no metrics")
     if not metrics.lines:

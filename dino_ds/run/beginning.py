@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from dino_ds.basics.formatting import short
 from dino_ds.basics.names import unquoted
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
@@ -23,7 +24,7 @@ from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Origin, Request, TrainOptions, read_run_id, split_origin
+from dino_ds.config.stages import Origin, Request, TrainOptions, no_checkpoint, read_run_id, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.images import Joined, Source
 from dino_ds.engine import distributed
@@ -177,9 +178,7 @@ def choose_beginning(
             return Beginning(choice.saved, notes=choice.notes)
         folder.check_nothing_saved()
         if not folder.may_start_anew:
-            raise CheckpointError(
-                f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
-            )
+            raise no_checkpoint(folder.path)
     if folder.recipe.stage_start is None:
         return Beginning()
     if options.from_ is None:
@@ -341,7 +340,7 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     since = f" from step {first:,}" if first else ""
     yield Event(
         f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}, "
-        f"each {images / options.images:,.1f} times",
+        f"each {short(images / options.images)} times",
         steps=steps,
         last_step=options.last_step,
     )

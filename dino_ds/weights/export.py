@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.basics.files import replacing_folder
+from dino_ds.basics.names import export_ending
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.weights.load import Backbone
@@ -95,9 +96,9 @@ def export_onnx(model: Backbone, out: Path) -> str:
 
 
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
-    "safetensors": (export_safetensors, ".safetensors"),
-    "timm": (export_timm, "-timm"),
-    "onnx": (export_onnx, ".onnx"),
+    "safetensors": (export_safetensors, export_ending("safetensors")),
+    "timm": (export_timm, export_ending("timm")),
+    "onnx": (export_onnx, export_ending("onnx")),
 }
 """Format -> function that writes it and returns the line that loads it; ending of its file's or folder's name."""
 

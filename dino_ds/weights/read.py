@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import safetensors.torch
 import torch
@@ -78,16 +83,38 @@ def _check_teacher(run: Path) -> None:
         )
 
 
+@contextmanager
+def _without_retries() -> Iterator[str]:
+    """Use the hub's cache alone where the hub's host is not known, which is yielded, else "": its client would try to
+    reach it for a minute."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        found = bool(getproxies() or socket.getaddrinfo(host, 443))
+    except OSError:
+        found = False
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not found
+    try:
+        yield "" if found else host
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def _from_timm(name: str) -> layouts.Weights:
     import timm
 
     base = name.partition(".")[0]
-    try:
-        model = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:  # whatever timm and the hub's client raise
-        raise CheckpointError(
-            f"the weights of {name} are neither in the cache nor available ({one_line(error)}); give a file of weights"
-        ) from None
+    with _without_retries() as unknown:
+        try:
+            model = timm.create_model(name, pretrained=True, num_classes=0)
+        except Exception as error:  # whatever timm and the hub's client raise
+            told = one_line(error)
+            why = f"no network: {unknown} is not known here" if unknown and "pretrained tag" not in told else told
+            raise CheckpointError(
+                f"the weights of {name} are neither in the cache nor available ({why}); give a file of weights"
+            ) from None
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}

@@ -20,6 +20,7 @@ from sklearn.cluster import KMeans
 import dino_ds
 from dino_ds.commands import embed
 from dino_ds.commands.curate import _train, check
+from dino_ds.commands.find import _heading
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
@@ -182,6 +183,8 @@ def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
     named = dino_ds.find(place / "npy.npy", [first.name.replace("07", "copy0"), 31], top=1, out=tmp_path / "c")
     assert len(named) == 2 and by_name[1][1:] == by_row[0][1:]
     assert Image.open(tmp_path / "c.png").height > 200
+    assert _heading([[0] * 3] * 2, 68) == "2 images, and the 2 nearest of 68, with the cosines of their features"
+    assert _heading([[0] * 21] * 99, 68).startswith("12 of 99 images, and 7 of the 20 nearest of 68, ")
     assert str(asked).encode() in (tmp_path / "a.txt").read_bytes()
 
 

@@ -147,13 +147,15 @@ def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
 def test_a_resume_without_a_recipe_continues_by_the_folder_s_own(
     calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where the folder is not named: the launcher, which adds its name, and its ranks read one recipe."""
+    """Also where the folder is not named, or by its shipped recipe alone, which names no images: the launcher, which
+    adds its name, and its ranks read one recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/vits16").mkdir(parents=True)
     (tmp_path / "runs/vits16/config.yaml").write_text("format: 1\ndata: {source: photos}\nseed: 7\n")
-    for words in ("--resume", "--resume --run_dir runs/vits16"):
+    for words in ("--resume", "--resume --run_dir runs/vits16", "--config vits16 --resume"):
         cli.main(["train", *words.split()])
-    assert [(options.run_dir, files["recipe"].seed) for options, files in calls] == [("runs/vits16", 7)] * 2
+    assert [(options.run_dir, files["recipe"].seed) for options, files in calls] == [("runs/vits16", 7)] * 3
+    assert all(files["request"].config is None for _, files in calls)
 
 
 def test_on_several_machines_the_ranks_choose_no_folder(
@@ -248,7 +250,8 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("look x", "'look' is not a command: dino-ds --help lists them. Did you mean look-data?"),
         ("--config x", "'--config' is not a command"),
         ("shard --root a", "no out is given: dino-ds shard --root X --out X, folder of the shards"),
-        ("eval a knn", "unexpected 'knn': options are written --key value"),
+        ("eval a knn", "unexpected 'knn': options are written --key value; as images (--root) it does not exist"),
+        ("look-data ims", "unexpected 'ims': options are written --key value; as images (--data.root) it does not"),
         ("train small", "'small' has no option before it: write --data.root small, or --config small"),
         ("train {imgs} --data.root b", "--data.root is given twice: 'b' and '{imgs}'"),
         ("train --resume {run}", "'{run}' has no option before it: write --data.root {run}, or --resume --run_dir "),
@@ -496,6 +499,13 @@ def test_help_has_a_first_day_and_every_command_once():
     assert all(len(re.findall(rf"^  {name}  ", text, re.MULTILINE)) == 1 for name in COMMANDS)
     for line in FIRST_DAY:
         parse_flags(*find_command(line.split()[1:]))
+
+
+def test_a_terminal_hears_at_once_that_a_command_begins(calls, capsys, monkeypatch):
+    for is_terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        cli.main(["train", "--config", "quickstart"])
+        assert ("train: loading PyTorch takes some seconds" in capsys.readouterr().err) is is_terminal
 
 
 def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]):

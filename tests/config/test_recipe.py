@@ -223,7 +223,7 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
     [
         ({"model.patch_size": "14", "model.heads": "6"}, "crops.local_size 96 is not a multiple of the patch size 14 "),
         ({"model.heads": "5"}, "model: width 384 is not a multiple of heads 5"),
-        ({"length": "5 epochs"}, "optimizer.warmup 10 epochs is longer than length 5 epochs"),
+        ({"length": "5 epochs", "optimizer.warmup": "6 epochs"}, "warmup 6 epochs is longer than length 5 epochs"),
         ({"model.freeze_backbone": "100 epochs"}, "freeze_backbone 100 epochs is not shorter than length 100 epochs"),
         ({"data.download": "true"}, "data: download true needs a torchvision data.source, and 'folder' is none"),
         ({"eval.k": "20000"}, "eval.k 20000 is more than eval.bank_images 10000"),
@@ -304,6 +304,26 @@ def test_a_length_may_be_a_share_of_the_run(write):
         (problem,) = _problems(**{name: text})
         assert f"'{text}' is not a length" in problem
     assert "'5 %' is not a weight" in _problems(objective__koleo_weight="5 %")[0]
+
+
+def test_a_shorter_length_shortens_a_shipped_recipes_warm_ups(write):
+    """In steps or images, to a third of it, with a note; never those that the user has set, or of the shipped length,
+    or where a third is enough."""
+    notes: list[str] = []
+    recipe = load_recipe("small", {"length": "3000 images"}, notes)
+    assert str(recipe.optimizer.warmup) == "990 images"
+    assert notes == [
+        "optimizer.warmup is 990 images, a third of length 3000 images: the recipe's 12800 images are longer"
+    ]
+    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+    assert str(load_recipe("small", {"length": "100 steps"}).optimizer.warmup) == "33 steps"
+    assert str(load_recipe(None, {"length": "5 epochs"}).optimizer.warmup) == "1.65 epochs"
+    dinov2 = load_recipe("dinov2_vits14", {"length": "5000 steps"})
+    assert {str(dinov2.optimizer.warmup), str(dinov2.objective.teacher_temp_warmup)} == {"1650 steps"}
+    for length in ("600000 images", "50000 images", "2 epochs", "800 steps"):
+        assert str(load_recipe("small", {"length": length}).optimizer.warmup) == "12800 images"
+    own = load_recipe(write("extends: small\nlength: 20000 images\noptimizer: {warmup: 15000 images}\n", "o.yaml"), {})
+    assert str(own.optimizer.warmup) == "15000 images"
 
 
 def test_a_recipe_can_be_changed_like_a_new_one():

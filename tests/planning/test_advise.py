@@ -138,6 +138,7 @@ def test_without_a_gpu_the_ways_are_compared_each_with_a_command_that_runs(tmp_p
     assert words[1] == "embed" and str(tmp_path / "my images") in str(options.root)
     recipes = [_accepted(way["command"]) for way in trained]
     assert {recipe.data.root for recipe in recipes} == {str(tmp_path / "my images")}
+    assert {recipe.eval.val_share for recipe in recipes} == {0.1}
     assert recipes[0].model.init_from and recipes[1].teacher.source and trained[1]["command"] == found["command"]
     main(["advise", str(tmp_path / "my images"), "--sample", "20"])
     page = capsys.readouterr().out
@@ -151,16 +152,19 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     for number in range(40, 60):
         Image.fromarray(np.full((60, 60), 1000 * number, np.uint16)).save(tmp_path / f"{number:03d}.png")
     main(["advise", str(tmp_path), "--json"])
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "30.0% of the images can't be read" in " ".join(notes)
+    result = json.loads(capsys.readouterr().out)
+    notes, commands = result["notes"], [result["command"], *(way["command"] for way in result["ways"])]
+    assert "30.0% of the images can't be read, more than a run allows by itself" in " ".join(notes)
+    assert all("embed" in command or "--data.max_bad_fraction 0.6" in command for command in commands)
     (deep,) = [note for note in notes if "uint16, uint8" in note]
+    assert "data.max_bad_fraction" not in deep
     assert deep.splitlines()[-1].startswith("  dino-ds look-data --config ") and f"--data.root {tmp_path}" in deep
 
 
 @pytest.mark.slow
-def test_advise_waits_for_torch_alone():
-    """DeepSpeed and torchvision take longer to load than all that advise does."""
-    code = "import sys, dino_ds.planning.advise; print({'deepspeed', 'timm', 'torchvision'} & set(sys.modules))"
+def test_advise_does_not_wait_for_torch():
+    """Which takes longer to load than all that advise does, and is asked only where there may be a GPU."""
+    code = "import sys, dino_ds.planning.advise; print({'torch', 'deepspeed', 'timm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout == "set()\n" and not COMMANDS["advise"].loads_torch
 

@@ -286,6 +286,17 @@ def test_without_a_network(cache):
         load("vit_small_patch16_224.dnio")
 
 
+def test_an_unknown_hub_is_not_asked_again_and_again(cache, monkeypatch):
+    """Its cache is used, and its client's switch is set back."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr("dino_ds.weights.read.getproxies", dict)
+    with pytest.raises(CheckpointError, match=r"nor available \(no network: hub\.invalid is not known here\); give a"):
+        load(NAME)
+    assert constants.HF_HUB_OFFLINE is False
+
+
 @pytest.mark.slow
 def test_other_networks_of_timm(monkeypatch):
     create = timm.create_model

@@ -313,8 +313,8 @@ def test_an_export_replaces_nothing(tmp_path):
     FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors")
     (tmp_path / "mine.json").write_text("{}")
     for model, out, words in (
-        (".", None, "is the file to export: name another file with --out"),
-        ("teacher.safetensors", None, "is the file to export: name another file with --out"),
+        (".", None, "is the file to export: copy it, or name another file with --out"),
+        ("teacher.safetensors", None, "is the file to export: copy it, or name another file with --out"),
         (".", "mine.safetensors", r"mine\.json is there already"),
         (".", "mine.bin", r"end in \.safetensors"),
     ):
