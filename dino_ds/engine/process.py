@@ -139,8 +139,8 @@ def _store(timeout: timedelta) -> dist.Store:
     except dist.DistNetworkError:
         if _serves():
             raise
-    place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-    _say(f"rank {distributed.rank()} does not reach rank 0 at {place}, for {_PATIENCE_SECONDS:.0f} s")
+    address = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+    _say(f"rank {distributed.rank()} does not reach rank 0 at {address}, for {_PATIENCE_SECONDS:.0f} s")
     return _connect(timeout)
 
 

@@ -97,8 +97,8 @@ def run_fused(
 def _sum_and_norm(norm: nn.Module, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
     """x plus the branch, times gamma if given, and its norm; few rows are not fused, see `fuses_in_block`."""
     if fuses_sums(norm, branch):
-        found: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
-        return found
+        both: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
+        return both
     x = add_branch(x, branch, gamma, None)
     return x, norm(x)
 
