@@ -182,7 +182,7 @@ class RecipeSettings:
     """The settings of files and of the command line, before they are checked.
 
     Attributes:
-        values: raw values under their sections, as in a recipe's file.
+        values: raw values by dotted name.
         origins: dotted name of each value -> the file or the command line that it comes from.
         problems: a line for each unknown name.
         invalid: the sections of these names, whose other keys can't be judged.
@@ -207,39 +207,23 @@ class RecipeSettings:
 
     def _add(self, values: Mapping[str, Any], origin: str) -> None:
         """Add values, which replace earlier ones; a new backbone drops earlier keys that only other networks have."""
-        current = self.get("model.backbone", Recipe().model.backbone)
+        current = self.values.get("model.backbone", Recipe().model.backbone)
         if (backbone := values.get("model.backbone", current)) != current:
             others = [key for key in keys_not_of(backbone) if key in self.origins and key not in values]
             dropped = {key: self._remove(key) for key in others}
             said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
             if said:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
-        for name, value in values.items():
-            self._set(name, value, origin)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The raw value of `name`, or `default` if it is not set."""
-        section, _, leaf = name.rpartition(".")
-        return (self.values.get(section, {}) if section else self.values).get(leaf, default)
-
-    def _set(self, name: str, value: Any, origin: str) -> None:
-        section, leaf = self._place(name)
-        section[leaf] = value
-        self.origins[name] = origin
+        self.values |= values
+        self.origins |= dict.fromkeys(values, origin)
 
     def _remove(self, name: str) -> Any:
-        section, leaf = self._place(name)
         del self.origins[name]
-        return section.pop(leaf)
-
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
-        """The mapping that holds the value of `name`, made if it is missing, and its key there."""
-        section, _, leaf = name.rpartition(".")
-        return (self.values.setdefault(section, {}) if section else self.values), leaf
+        return self.values.pop(name)
 
     def allow_code(self) -> None:
         """Allow the import of the code that the settings name, since the user has typed or written it."""
-        allow_code(self.get(key) for key in CODE_KEYS if key in self.origins)
+        allow_code(self.values[key] for key in CODE_KEYS if key in self.origins)
 
     def names(self) -> frozenset[str]:
         """The dotted names of the keys that are set. Raises ConfigError for names that are no keys."""
@@ -259,11 +243,9 @@ class RecipeSettings:
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """A copy of `recipe`, changed by these settings. Raises ConfigError with one line per problem."""
-        origins = dict.fromkeys(schema.options_of(Recipe), _RUN_BEFORE)
-        changed = RecipeSettings(recipe.model_dump(), origins, [*self.problems], {*self.invalid})
-        for name, origin in self.origins.items():
-            changed._set(name, self.get(name), origin)
-        return _validate(changed)
+        origins = dict.fromkeys(schema.options_of(Recipe), _RUN_BEFORE) | self.origins
+        values = schema.flatten(recipe.model_dump()) | self.values
+        return _validate(RecipeSettings(values, origins, [*self.problems], {*self.invalid}))
 
     def leave_out_idle(self, error: ValidationError) -> bool:
         """Reset keys without effect that the user did not set to their defaults; returns whether there were any."""
@@ -409,16 +391,16 @@ _LONGEST_WARM_UP = "33 %"
 
 def _shorten_warm_ups(settings: RecipeSettings, length: Length) -> None:
     """Shorten a shipped recipe's warm-ups to a third of a `length` that the user has set, where they are longer."""
-    if not settings.is_users("length") or length.begin or settings.get("stage_start") == "continue":
+    if not settings.is_users("length") or length.begin or settings.values.get("stage_start") == "continue":
         return
     defaults, longest = dict(schema.named_values(Recipe())), Length.parse(length.share(_LONGEST_WARM_UP))
-    batch = float(settings.get("data.global_batch", defaults["data.global_batch"]))
+    batch = float(settings.values.get("data.global_batch", defaults["data.global_batch"]))
     for name in [name for name in _WARM_UPS if name in settings.origins or name == _WARM_UPS[0]]:
-        part, origin = Length.parse(settings.get(name, defaults[name])), settings.origins.get(name)
+        part, origin = Length.parse(settings.values.get(name, defaults[name])), settings.origins.get(name)
         units = {part.unit: 1.0, length.unit: 1.0} if part.unit == length.unit else {"steps": batch, "images": 1.0}
         longer = units.get(part.unit, 0.0) * part.value > units.get(length.unit, math.inf) * longest.value
         if longer and (origin is None or Path(origin).parent == RECIPES):
-            settings._set(name, str(longest), origin or schema.COMMAND_LINE)
+            settings._add({name: str(longest)}, origin or schema.COMMAND_LINE)
             settings.notes.append(f"{name} is {longest}, a third of length {length}: the recipe's {part} are longer")
 
 
@@ -427,11 +409,11 @@ def _resolve_lengths(settings: RecipeSettings) -> None:
     fit the warm-ups to it."""
     options = schema.options_of(Recipe)
     with suppress(ValueError):
-        length = Length.parse(settings.get("length", Recipe.model_fields["length"].default))
-        for name, origin in [*settings.origins.items()]:
-            kinds, (ramp, over, text) = options[name].type.split(" or "), str(settings.get(name)).rpartition("over ")
+        length = Length.parse(settings.values.get("length", Recipe.model_fields["length"].default))
+        for name, value in settings.values.items():
+            kinds, (ramp, over, text) = options[name].type.split(" or "), str(value).rpartition("over ")
             if name != "length" and ("weight" if over else "length") in kinds and (share := length.share(text)):
-                settings._set(name, f"{ramp}{over}{share}", origin)
+                settings.values[name] = f"{ramp}{over}{share}"
         _shorten_warm_ups(settings, length)
 
 
@@ -442,7 +424,10 @@ def _validate(settings: RecipeSettings) -> Recipe:
     checked again, without problems that only follow from the `invalid` ones.
     """
     _resolve_lengths(settings)
-    lines, values, invalid = list(settings.problems), settings.values, set(settings.invalid)
+    lines, values, invalid = list(settings.problems), dict[str, Any](), set(settings.invalid)
+    for name, value in settings.values.items():
+        section, _, leaf = name.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[leaf] = value
     recipe, wrong = None, {""}
     while recipe is None and wrong:
         try:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -191,8 +191,7 @@ def _check_feature(reads: str, feature: str, seen: list[CropGroup]) -> None:
         raise ConfigError(f"{reads}, and no patches of {group} crops are hidden: set crops.mask")
 
 
-_Builder = TypeVar("_Builder")
-_TERMS: dict[type, Callable[[Any, TermParts], Term]] = {
+_BUILDERS: dict[type, Callable[[Any, Any], Any]] = {
     ours.DinoSpec: build_dino,
     ours.IbotSpec: build_ibot,
     ours.FeatureSpec: build_frozen.build_features,
@@ -200,8 +199,6 @@ _TERMS: dict[type, Callable[[Any, TermParts], Term]] = {
     ours.KoLeoSpec: lambda spec, parts: KoLeoTerm(parts.taught_crops, spec.ranks == "all"),
     ours.GramSpec: build_gram,
     ours.PreserveSpec: lambda _, parts: preserve.PreserveTerm(parts.recipe.model.spec().patch_width > 0),
-}
-_TEACHERS: dict[type, Callable[[Any, TeacherParts], Teacher]] = {
     ours.EmaSpec: ema.build_teacher,
     ours.FrozenSpec: build_frozen.build_teacher,
     ours.GramTeacherSpec: gram.build_teacher,
@@ -209,25 +206,15 @@ _TEACHERS: dict[type, Callable[[Any, TeacherParts], Teacher]] = {
 }
 
 
-def build_term(spec: TermSpec, parts: TermParts) -> Term:
-    """Build a term: by `spec.build` if its class has one."""
-    has_own = type(spec).build is not TermSpec.build
-    term: Term = spec.build(parts) if has_own else _builder_of(spec, _TERMS)(spec, parts)
-    return term
-
-
-def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> Teacher:
-    """Build a teacher on this process's device: by `spec.build_teacher` if its class has one. Every rank calls it."""
-    has_own = type(spec).build_teacher is not TeacherSpec.build_teacher
-    teacher: Teacher = spec.build_teacher(parts) if has_own else _builder_of(spec, _TEACHERS)(spec, parts)
-    return teacher
-
-
-def _builder_of(spec: object, builders: Mapping[type, _Builder]) -> _Builder:
-    """The builder of the class of `spec`, or of the nearest class from which that is derived. Raises ConfigError."""
+def _build(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts) -> Any:
+    """The term of a spec, or its teacher on this process's device: by the method of its class, if a user's class has
+    one, else by the builder of the nearest class from which it is derived. Every rank calls it. Raises ConfigError."""
+    method = "build" if isinstance(spec, TermSpec) else "build_teacher"
     for kind in type(spec).__mro__:
-        if kind in builders:
-            return builders[kind]
+        if method in vars(kind) and kind not in (TermSpec, TeacherSpec):
+            return getattr(spec, method)(parts)
+        if kind in _BUILDERS:
+            return _BUILDERS[kind](spec, parts)
     raise ConfigError(f"{type(spec).__name__} has no build: give it one, which returns the term or teacher")
 
 
@@ -310,7 +297,7 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
         if problems := spec.problems(recipe):
             raise ConfigError("\n".join(f"loss term {spec.name}: {problem}" for problem in problems))
     seed_generators(crop_seed(recipe.seed, 0, -1))  # a user's term may draw while it is built
-    terms = {spec.name: build_term(spec, parts) for spec in terms_of(recipe)}
+    terms: dict[str, Term] = {spec.name: _build(spec, parts) for spec in terms_of(recipe)}
     check_names(terms)
     objective = Objective(terms)
     check_needs(objective, recipe.groups, [teacher.name for teacher in teachers_of(recipe)])
@@ -327,7 +314,7 @@ def build_teachers(
     teachers: dict[str, Teacher] = {}
     for spec in teachers_of(recipe):
         parts = replace(parts, ema=teachers[EMA].network if teachers else None)
-        teachers[spec.name] = build_teacher(spec, parts)
+        teachers[spec.name] = _build(spec, parts)
     return Teachers(teachers, recipe.groups, exported=EMA)
 
 

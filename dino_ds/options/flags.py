@@ -103,7 +103,7 @@ def _without_chosen_recipe(request: Request, run_dir: Path) -> Request:
     """The request without a shipped recipe that names no images, and so only chooses which run to resume."""
     options, settings = request.options, request.settings
     chooses = request.config in recipe_names() and "from" not in options and options.get("resume", False) is not False
-    names_images = settings.get("data.root") or settings.get("data.source", "folder") != "folder"
+    names_images = settings.values.get("data.root") or settings.get("data.source", "folder") != "folder"
     if not chooses or names_images or not is_file(str(run_dir / "config.yaml")):
         return request
     return dataclasses.replace(request, options={name: options[name] for name in options if name != "config"})

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dino_ds.basics.formatting import markdown_table, short
 from dino_ds.engine.process import device
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, is_out_of_memory, one_line
 from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import backbone_spec
 from dino_ds.options.commands import BenchInferenceOptions
@@ -100,9 +100,7 @@ def _ways(backbone: Backbone, images: Tensor) -> tuple[dict[str, Features], dict
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    is_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text
-    return "not enough memory" if is_memory else text[:160]
+    return "not enough memory" if is_out_of_memory(error) else one_line(error)
 
 
 def _changed(backbone: Backbone, bf16: bool, compiled: bool) -> Features:

@@ -78,18 +78,13 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
         return f"{recipe.model.backbone} is {kind}"
     if step.name == "oneDNN's products" and not (on_amd() and not cuda):
         return "they pay on AMD's CPUs with AVX-512 only"
-    if step.name == "bf16" and not cuda and not _cpu_has_bf16():
+    if step.name == "bf16" and not cuda and not torch.cpu.get_capabilities().get("avx512_bf16", False):
         return "this CPU has no bf16 units"
     if step.name == "torch.compile" and not (cuda and (shutil.which("cc") or shutil.which("gcc"))):
         return "there is no C compiler" if cuda else "it pays on a GPU only, which has kernels to fuse"
     if step.batched_stochastic_depth and recipe.model.drop_path == 0:
         return "model.drop_path is 0"
     return None
-
-
-def _cpu_has_bf16() -> bool:
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent in other versions of torch
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
 def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.Trial:

@@ -77,7 +77,7 @@ def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     assert [step.name for step in EXACT if reasons[step.name]] == ["channels-last images", "oneDNN's products"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
-    monkeypatch.setattr("dino_ds.planning.bench.ladder._cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
     if not torch.cuda.is_available():
         bf16 = next(step for step in all_steps() if step.name == "bf16")
         assert "no bf16 units" in why_skipped(bf16, recipe)
