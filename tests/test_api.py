@@ -273,22 +273,14 @@ def test_values_of_python_stay_what_they_are(given, kind, read):
 
 def test_a_recipe_of_python_values_is_that_of_their_text():
     values = {
-        "optimizer.lr": 1e-3,
-        "length": 40,
-        "crops.jitter": [0.4, 0.4, 0.2, 0.1],
-        "data.mixture": {"a": 0.5, "b": 0.5},
-        "model.backbone": "resnet50",
-        "model.arguments": {"layers": [1, 1, 1, 1]},
-        "eval.evals": ["knn", "ridge"],
+        "optimizer.lr": 1e-3, "length": 40, "crops.jitter": [0.4, 0.4, 0.2, 0.1], "data.mixture": {"a": 0.5, "b": 0.5},
+        "model.backbone": "resnet50", "model.arguments": {"layers": [1, 1, 1, 1]}, "eval.evals": ["knn", "ridge"],
         "data.download": False,
-    }
+    }  # fmt: skip
     texts = {
-        **{name: str(value).lower() for name, value in values.items()},
-        "crops.jitter": "0.4,0.4,0.2,0.1",
-        "data.mixture": "a=0.5,b=0.5",
-        "model.arguments": '{"layers": [1, 1, 1, 1]}',
-        "eval.evals": "knn,ridge",
-    }
+        **{name: str(value).lower() for name, value in values.items()}, "crops.jitter": "0.4,0.4,0.2,0.1",
+        "data.mixture": "a=0.5,b=0.5", "model.arguments": '{"layers": [1, 1, 1, 1]}', "eval.evals": "knn,ridge",
+    }  # fmt: skip
     assert load_recipe(None, parse_keywords(COMMANDS["train"], values).recipe) == load_recipe(None, texts)
 
 

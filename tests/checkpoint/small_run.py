@@ -16,17 +16,9 @@ from dino_ds.engine.distributed import RankFlags
 
 RUN_ID = "0123456789abcdef"
 SETTINGS: dict[str, Any] = {
-    "run_id": RUN_ID,
-    "stage": 1,
-    "precision": "fp32",
-    "offload": False,
-    "micro_batch": 4,
-    "accumulation": 1,
-    "gradient_clipping": 3.0,
-    "recipe": {"seed": 0},
-    "images": {},
-    "versions": {},
-}
+    "run_id": RUN_ID, "stage": 1, "precision": "fp32", "offload": False, "micro_batch": 4, "accumulation": 1,
+    "gradient_clipping": 3.0, "recipe": {"seed": 0}, "images": {}, "versions": {},
+}  # fmt: skip
 
 
 def part_of(step: int, rank: int, numel: int = 5000) -> dict[str, Tensor]:

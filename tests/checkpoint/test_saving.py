@@ -265,15 +265,10 @@ def test_a_defect_of_ours_costs_a_save_and_no_rank_waits_for_ever(tmp_path):
 
 
 TENSORS = {
-    "matrix": torch.randn(30, 7),
-    "half": torch.randn(5).half(),
-    "brain": torch.randn(3, 3).bfloat16(),
-    "scalar": torch.tensor(3.5),
-    "empty": torch.zeros(0),
-    "strided": torch.randn(8, 6).t(),
-    "counts": torch.arange(4),
+    "matrix": torch.randn(30, 7), "half": torch.randn(5).half(), "brain": torch.randn(3, 3).bfloat16(),
+    "scalar": torch.tensor(3.5), "empty": torch.zeros(0), "strided": torch.randn(8, 6).t(), "counts": torch.arange(4),
     "bytes": torch.arange(3, dtype=torch.uint8),
-}
+}  # fmt: skip
 
 
 def test_the_library_reads_what_we_write(tmp_path, monkeypatch):

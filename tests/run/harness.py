@@ -26,36 +26,17 @@ from tests.ranks import run_on_ranks
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TINY = {
-    "data.global_batch": "8",
-    "data.workers": "0",
-    "crops.global_size": "32",
-    "crops.local_size": "16",
-    "crops.num_local": "2",
-    "model.backbone": "vit_tiny_patch16_224",
-    "model.patch_size": "8",
-    "model.width": "32",
-    "model.depth": "2",
-    "model.heads": "2",
-    "model.drop_path": "0.2",
-    "head.prototypes": "48",
-    "head.hidden": "48",
-    "head.bottleneck": "16",
-    "optimizer.lr": "0.02",
-    "optimizer.warmup": "2 steps",
-    "objective.freeze_prototypes": "1 epochs",
-    "length": "12 steps",
-    "log_every": "1",
-    "save_every": "0 steps",
-    "eval.every": "0 steps",
-    "eval.pictures_every": "0 steps",
-}
+    "data.global_batch": "8", "data.workers": "0", "crops.global_size": "32", "crops.local_size": "16",
+    "crops.num_local": "2", "model.backbone": "vit_tiny_patch16_224", "model.patch_size": "8", "model.width": "32",
+    "model.depth": "2", "model.heads": "2", "model.drop_path": "0.2", "head.prototypes": "48", "head.hidden": "48",
+    "head.bottleneck": "16", "optimizer.lr": "0.02", "optimizer.warmup": "2 steps",
+    "objective.freeze_prototypes": "1 epochs", "length": "12 steps", "log_every": "1", "save_every": "0 steps",
+    "eval.every": "0 steps", "eval.pictures_every": "0 steps",
+}  # fmt: skip
 MASKED = {
-    "crops.mask": "dinov2",
-    "objective.ibot_weight": "1",
-    "ibot_head.prototypes": "40",
-    "ibot_head.hidden": "48",
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "ibot_head.prototypes": "40", "ibot_head.hidden": "48",
     "ibot_head.bottleneck": "16",
-}
+}  # fmt: skip
 """A loss of masked patches too, with a head of their own that is small: the recipe's usual one takes seconds."""
 
 

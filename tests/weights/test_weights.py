@@ -45,13 +45,9 @@ def _backbone(name: str = KINDS[0], interpolation: str = "antialias", size: int 
     for parameter in vit.parameters():
         nn.init.normal_(parameter, std=0.2)
     about = {
-        "timm_name": name,
-        "timm_arguments": {"img_size": size},
-        "pos_embed_interpolation": interpolation,
-        "architecture": dataclasses.asdict(arch),
-        "step": 3,
-        "images": 24,
-    }
+        "timm_name": name, "timm_arguments": {"img_size": size}, "pos_embed_interpolation": interpolation,
+        "architecture": dataclasses.asdict(arch), "step": 3, "images": 24,
+    }  # fmt: skip
     return Backbone(vit, size, "a test", about)
 
 
