@@ -46,9 +46,8 @@ def run(options: CurateOptions) -> Result:
                 ending, content = embedded.listed(np.flatnonzero(listed))
                 (unfinished / f"images{ending}").write_bytes(content)
                 key = "data.root" if ending == ".txt" else "data.balance"
-                curated.notes.append(
-                    f"{listed.sum()} of {count} images: {_train(embedded, key, folder / f'images{ending}')}"
-                )
+                how = "none is left out" if listed.all() else _train(embedded, key, folder / f"images{ending}")
+                curated.notes.append(f"{listed.sum()} of {count} images: {how}")
     except OSError as error:
         raise unwritable(folder, error, "out") from None
     facts = {"out": str(folder), "images": count, "listed": int(listed.sum()), "notes": curated.notes}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.files import is_file, is_url, unusable_text
-from dino_ds.basics.names import as_written, did_you_mean, unquoted, words_elsewhere
+from dino_ds.basics.names import as_written, nearest, suggestion, unquoted, words_elsewhere
 from dino_ds.basics.own_code import allow_code
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.ds_schema import is_key, key_names, wrong_key
@@ -388,7 +388,7 @@ def _unknown(command: Command, name: str) -> str:
     if name.startswith("-"):
         return "options begin with two dashes"
     ds = [f"ds.{key}" for key in key_names()] if command.takes_ds else []
-    near = did_you_mean(name, [*command.known_options, "help", *ds]).replace(" mean ", " mean --")
+    near = suggestion([f"--{option}" for option in nearest(name, [*command.known_options, "help", *ds])])
     return f"unknown option.{near or f' dino-ds {command.name} --help lists them'}"
 
 

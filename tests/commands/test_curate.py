@@ -343,3 +343,10 @@ def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(
     for call, said in cases:
         with pytest.raises(UserError, match=said):
             call()
+
+
+def test_images_that_are_not_there_are_refused_before_torch_is_loaded(place):
+    names = [line.split(",")[0] for line in (place / "npy.csv").read_text().splitlines()[1:]]
+    embed.check_queries(str(place / "npy.npy"), ["0", str(place / "images/plain/07.png"), names[-1]])
+    with pytest.raises(ConfigError, match=r"nope\.png is no file, nor the name or the number"):
+        embed.check_queries(str(place / "npy.npy"), ["0", "nope.png"])
