@@ -177,12 +177,13 @@ def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, colum
 
 def _train(embedded: Embedded, key: str, file: Path) -> str:
     """The command that trains with this file as the run whose features these are, if a run made them that is no stage
-    and names no code, which --config would import; data.balance also needs the images."""
+    and names no code, which --config would import; data.balance also needs the images, and none of them held out."""
     words, origin = [f"--{key}", f"{'' if key == 'data.root' else 'clusters:'}{file}"], embedded.about["origin"]
+    images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
+    words[:0] = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]
     config = find_model_folder(origin["model"]).folder / "config.yaml"
     with suppress(ConfigError):
         if config.is_file() and (recipe := recorded_recipe(config)).stage_start is None and not code_of(recipe):
-            return shlex.join(["dino-ds", "train", "--config", str(config), *words])
-    images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
-    named = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]
-    return shlex.join(["dino-ds", "train", *named, *words])
+            words += ["--eval.val_share", "0"] if key != "data.root" and recipe.eval.val_share else []
+            words[:0] = ["--config", str(config)]
+    return shlex.join(["dino-ds", "train", *words])

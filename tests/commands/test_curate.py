@@ -36,7 +36,9 @@ from dino_ds.evals.curation import (
     pairs_of_cosine,
     pairs_of_pictures,
 )
+from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import CurateOptions
+from dino_ds.options.flags import parse_flags
 from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import reproduction
 from dino_ds.weights.export import FORMATS
@@ -205,6 +207,17 @@ def test_a_command_that_would_import_code_of_a_run_is_not_printed_unsaid(tmp_pat
     made = SimpleNamespace(about={"origin": {"model": str(tmp_path), "source": "folder", "root": "images"}})
     assert ("--config" in _train(made, "data.balance", tmp_path / "clusters.csv")) == (key is None)
     assert (f"imports {PARTS}:" in reproduction(read_run(tmp_path))) == (key is not None)
+
+
+def test_the_printed_command_for_clusters_names_their_images_and_holds_none_out(tmp_path):
+    """Of a run of other images that held a tenth out, which data.balance can't."""
+    (tmp_path / "config.yaml").write_text(dump_recipe(load_recipe("small", {"data.root": "a", "eval.val_share": 0.1})))
+    made = SimpleNamespace(about={"origin": {"model": str(tmp_path), "source": None, "root": "images"}})
+    request = parse_flags(TRAIN, _train(made, "data.balance", tmp_path / "clusters.csv").split()[2:])
+    recipe = load_recipe(request.config, request.recipe)
+    assert (recipe.data.root, recipe.eval.val_share, recipe.model.width) == ("images", 0, 128)
+    request = parse_flags(TRAIN, _train(made, "data.root", tmp_path / "images.txt").split()[2:])
+    assert request.recipe == {"data.root": str(tmp_path / "images.txt")}
 
 
 def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
