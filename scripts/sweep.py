@@ -146,7 +146,8 @@ def draw_sweep(result: dict[str, Any]) -> Any:
     title = f"Largest micro-batch of a GPU, predicted: {shown}, crops {result['crops']}, 16 bits"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     names = (*_RAMPS, "does not fit")
-    patches = [Patch(facecolor=end, edgecolor=INK) for end in (*(ramp(0.5) for ramp in ramps), "none")]
+    shades: list[Any] = [*(ramp(0.5) for ramp in ramps), "none"]
+    patches = [Patch(facecolor=shade, edgecolor=INK) for shade in shades]
     labels = [f"{name}: {count} of {len(cells)}" for name, count in zip(names, counts, strict=True)]
     figure.legend(patches, labels, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     return figure

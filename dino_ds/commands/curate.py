@@ -46,8 +46,8 @@ def run(options: CurateOptions) -> Result:
                 ending, content = embedded.listed(np.flatnonzero(listed))
                 (unfinished / f"images{ending}").write_bytes(content)
                 key = "data.root" if ending == ".txt" else "data.balance"
-                how = "none is left out" if listed.all() else _train(embedded, key, folder / f"images{ending}")
-                curated.notes.append(f"{listed.sum()} of {count} images: {how}")
+                command = "none is left out" if listed.all() else _train(embedded, key, folder / f"images{ending}")
+                curated.notes.append(f"{listed.sum()} of {count} images: {command}")
     except OSError as error:
         raise unwritable(folder, error, "out") from None
     facts = {"out": str(folder), "images": count, "listed": int(listed.sum()), "notes": curated.notes}
@@ -118,8 +118,10 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     (folder / "duplicates.csv").write_bytes(table(("group", "kept", "cosine", "name", "side"), lines))
     sheet.sort(key=len, reverse=True)
     if sheet:
-        shown = f"{min(LINES, len(sheet))} of {len(sheet)} groups"
-        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, [shown]))
+        shown = (
+            f"{min(LINES, len(sheet))} of {len(sheet)} groups: the kept image, then the others and their cosines to it"
+        )
+        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, heading=shown))
     removed = len(lines) - len(sheet)
     said = f"{removed} near-duplicates of {len(sheet)} images, which are kept" if sheet else "no near-duplicates"
     curated.notes.append(f"{curated.folder}: {said}")

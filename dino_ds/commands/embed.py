@@ -176,15 +176,13 @@ def check_queries(features: str, images: Sequence[str]) -> None:
     """Raises ConfigError for an image that is neither a file nor, by its number or name, a row of the features, as far
     as a .csv beside them says; DataError where files of `features` are missing."""
     path, _ = find_features(features)
-    left = [image for image in images if not image.isdecimal() and not os.path.isfile(os.path.expanduser(image))]
-    if not left or path.suffix != ".npy":
+    names = {image for image in images if not image.isdecimal() and not os.path.isfile(os.path.expanduser(image))}
+    if not names or path.suffix != ".npy":
         return
-    with (
-        suppress(OSError),
-        open(path.with_suffix(".csv"), newline="", encoding="utf-8", errors="surrogateescape") as file,
-    ):
-        if left := sorted({*left} - {row[0] for row in csv.reader(file) if row}):
-            raise ConfigError(f"{left[0]} is no file, nor the name or the number of a row of features")
+    beside = path.with_suffix(".csv")
+    with suppress(OSError, csv.Error), beside.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        if missing := sorted(names - {row[0] for row in csv.reader(file) if row}):
+            raise ConfigError(f"{missing[0]} is no file, nor the name or the number of a row of features")
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

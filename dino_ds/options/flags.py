@@ -305,11 +305,11 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
         if not strays and len(problems) == before and os.environ.get("RANK", "0") == "0":
             print(f"dino_ds: {word} is read as {option}", file=sys.stderr, flush=True)
     if strays:
-        how = "a value with spaces stands in quotes, several values have commas between them"
+        advice = "a value with spaces stands in quotes, several values have commas between them"
         if command.images_option and len(strays) == 1 and not images and "=" not in strays[0]:
-            how = f"as images (--{command.images_option}) it does not exist"
+            advice = f"as images (--{command.images_option}) it does not exist"
         names = f"{', '.join(strays[:3])}{', ...' if len(strays) > 3 else ''}"
-        problems.append(f"unexpected {names}: options are written --key value; {how}")
+        problems.append(f"unexpected {names}: options are written --key value; {advice}")
 
 
 def _may_be_images(word: str) -> bool:
