@@ -373,7 +373,7 @@ def check_options(command: str, options: Any) -> None:
         case "find":
             from dino_ds.commands import embed
 
-            embed.find_features(options.features)
+            embed.check_queries(options.features, options.images)
         case "export":
             from dino_ds.commands import export
 

@@ -46,9 +46,8 @@ def run(options: CurateOptions) -> Result:
                 ending, content = embedded.listed(np.flatnonzero(listed))
                 (unfinished / f"images{ending}").write_bytes(content)
                 key = "data.root" if ending == ".txt" else "data.balance"
-                curated.notes.append(
-                    f"{listed.sum()} of {count} images: {_train(embedded, key, folder / f'images{ending}')}"
-                )
+                command = "none is left out" if listed.all() else _train(embedded, key, folder / f"images{ending}")
+                curated.notes.append(f"{listed.sum()} of {count} images: {command}")
     except OSError as error:
         raise unwritable(folder, error, "out") from None
     facts = {"out": str(folder), "images": count, "listed": int(listed.sum()), "notes": curated.notes}
@@ -119,8 +118,10 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     (folder / "duplicates.csv").write_bytes(table(("group", "kept", "cosine", "name", "side"), lines))
     sheet.sort(key=len, reverse=True)
     if sheet:
-        shown = f"{min(LINES, len(sheet))} of {len(sheet)} groups"
-        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, [shown]))
+        shown = (
+            f"{min(LINES, len(sheet))} of {len(sheet)} groups: the kept image, then the others and their cosines to it"
+        )
+        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, heading=shown))
     removed = len(lines) - len(sheet)
     said = f"{removed} near-duplicates of {len(sheet)} images, which are kept" if sheet else "no near-duplicates"
     curated.notes.append(f"{curated.folder}: {said}")
@@ -178,12 +179,13 @@ def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, colum
 
 def _train(embedded: Embedded, key: str, file: Path) -> str:
     """The command that trains with this file as the run whose features these are, if a run made them that is no stage
-    and names no code, which --config would import; data.balance also needs the images."""
+    and names no code, which --config would import; data.balance also needs the images, and none of them held out."""
     words, origin = [f"--{key}", f"{'' if key == 'data.root' else 'clusters:'}{file}"], embedded.about["origin"]
+    images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
+    words[:0] = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]
     config = find_model_folder(origin["model"]).folder / "config.yaml"
     with suppress(ConfigError):
         if config.is_file() and (recipe := recorded_recipe(config)).stage_start is None and not code_of(recipe):
-            return shlex.join(["dino-ds", "train", "--config", str(config), *words])
-    images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
-    named = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]
-    return shlex.join(["dino-ds", "train", *named, *words])
+            words += ["--eval.val_share", "0"] if key != "data.root" and recipe.eval.val_share else []
+            words[:0] = ["--config", str(config)]
+    return shlex.join(["dino-ds", "train", *words])

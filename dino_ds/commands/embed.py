@@ -6,9 +6,11 @@ filled before an interruption are not computed again.
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -168,6 +170,19 @@ def find_features(features: str) -> tuple[Path, Path]:
     except OSError as error:
         raise unreadable(path, error) from None
     return path, beside
+
+
+def check_queries(features: str, images: Sequence[str]) -> None:
+    """Raises ConfigError for an image that is neither a file nor, by its number or name, a row of the features, as far
+    as a .csv beside them says; DataError where files of `features` are missing."""
+    path, _ = find_features(features)
+    names = {image for image in images if not image.isdecimal() and not os.path.isfile(os.path.expanduser(image))}
+    if not names or path.suffix != ".npy":
+        return
+    beside = path.with_suffix(".csv")
+    with suppress(OSError, csv.Error), beside.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        if missing := sorted(names - {row[0] for row in csv.reader(file) if row}):
+            raise ConfigError(f"{missing[0]} is no file, nor the name or the number of a row of features")
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.files import is_file, is_url, unusable_text
-from dino_ds.basics.names import as_written, did_you_mean, unquoted, words_elsewhere
+from dino_ds.basics.names import as_written, nearest, suggestion, unquoted, words_elsewhere
 from dino_ds.basics.own_code import allow_code
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.ds_schema import is_key, key_names, wrong_key
@@ -103,7 +103,7 @@ def _without_chosen_recipe(request: Request, run_dir: Path) -> Request:
     """The request without a shipped recipe that names no images, and so only chooses which run to resume."""
     options, settings = request.options, request.settings
     chooses = request.config in recipe_names() and "from" not in options and options.get("resume", False) is not False
-    names_images = settings.values.get("data.root") or settings.get("data.source", "folder") != "folder"
+    names_images = settings.values.get("data.root") or settings.values.get("data.source", "folder") != "folder"
     if not chooses or names_images or not is_file(str(run_dir / "config.yaml")):
         return request
     return dataclasses.replace(request, options={name: options[name] for name in options if name != "config"})
@@ -304,11 +304,11 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
         if not strays and len(problems) == before and os.environ.get("RANK", "0") == "0":
             print(f"dino_ds: {word} is read as {option}", file=sys.stderr, flush=True)
     if strays:
-        how = "a value with spaces stands in quotes, several values have commas between them"
+        advice = "a value with spaces stands in quotes, several values have commas between them"
         if command.images_option and len(strays) == 1 and not images and "=" not in strays[0]:
-            how = f"as images (--{command.images_option}) it does not exist"
+            advice = f"as images (--{command.images_option}) it does not exist"
         names = f"{', '.join(strays[:3])}{', ...' if len(strays) > 3 else ''}"
-        problems.append(f"unexpected {names}: options are written --key value; {how}")
+        problems.append(f"unexpected {names}: options are written --key value; {advice}")
 
 
 def _may_be_images(word: str) -> bool:
@@ -387,7 +387,7 @@ def _unknown(command: Command, name: str) -> str:
     if name.startswith("-"):
         return "options begin with two dashes"
     ds = [f"ds.{key}" for key in key_names()] if command.takes_ds else []
-    near = did_you_mean(name, [*command.known_options, "help", *ds]).replace(" mean ", " mean --")
+    near = suggestion([f"--{option}" for option in nearest(name, [*command.known_options, "help", *ds])])
     return f"unknown option.{near or f' dino-ds {command.name} --help lists them'}"
 
 

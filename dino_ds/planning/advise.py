@@ -89,8 +89,8 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    kept = {key: text for key, text in flags.items() if key.startswith(("eval.", "data.max_bad_fraction"))}
-    result["ways"] = [_way(way, result["command"], options, kept) for way in ways(facts)]
+    shared = {key: text for key, text in flags.items() if key.startswith(("eval.", "data.max_bad_fraction"))}
+    result["ways"] = [_way(way, result["command"], options, shared) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
 
 
@@ -157,9 +157,9 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], image
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
-def _way(way: Way, advised: str, options: AdviseOptions, kept: Mapping[str, str]) -> dict[str, Any]:
-    """A way with its whole command, and the minutes that it takes a core; kept: options of each training."""
-    section, end = "data.", "".join(f" --{name} {shlex.quote(value)}" for name, value in kept.items())
+def _way(way: Way, advised: str, options: AdviseOptions, shared: Mapping[str, str]) -> dict[str, Any]:
+    """A way with its whole command, and the minutes that it takes a core; shared: options of each training."""
+    section, end = "data.", "".join(f" --{name} {shlex.quote(value)}" for name, value in shared.items())
     if way.words[:1] == ("embed",):
         section, end = "", " --out features.parquet"
     command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
@@ -181,9 +181,9 @@ def _notes(
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
-        most = flags.get("data.max_bad_fraction")
-        so = f"more than a run allows by itself: the commands allow {float(most):.0%}" if most else "and are skipped"
-        yield f"{share:.1%} of the images can't be read, {so}; which ones: {look}"
+        allowed = flags.get("data.max_bad_fraction")
+        effect = f"more than a run allows: the commands allow {float(allowed):.0%}" if allowed else "and are skipped"
+        yield f"{share:.1%} of the images can't be read, {effect}; which ones: {look}"
     if images["types"] != ["uint8"] or not facts.has_color:
         values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
         yield f"{values}: the run finds their range and mean, which this shows\n  {look}"

@@ -85,35 +85,36 @@ def _check_teacher(run: Path) -> None:
 
 @contextmanager
 def _without_retries() -> Iterator[str]:
-    """Use the hub's cache alone where the hub's host is not known, which is yielded, else "": its client would try to
-    reach it for a minute."""
+    """Use the hub's cache alone where its host is not known, which is yielded, else "": the hub's client would ask for
+    a minute."""
     from huggingface_hub import constants
 
-    host = urlsplit(constants.ENDPOINT).hostname or ""
+    host, offline = urlsplit(constants.ENDPOINT).hostname or "", constants.HF_HUB_OFFLINE
+    unknown_host = ""
     try:
-        found = bool(getproxies() or socket.getaddrinfo(host, 443))
+        if not getproxies():
+            socket.getaddrinfo(host, 443)
     except OSError:
-        found = False
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not found
+        constants.HF_HUB_OFFLINE, unknown_host = True, host
     try:
-        yield "" if found else host
+        yield unknown_host
     finally:
-        constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = offline
 
 
 def _from_timm(name: str) -> layouts.Weights:
     import timm
 
     base = name.partition(".")[0]
-    with _without_retries() as unknown:
+    with _without_retries() as unknown_host:
         try:
             model = timm.create_model(name, pretrained=True, num_classes=0)
         except Exception as error:  # whatever timm and the hub's client raise
-            told = one_line(error)
-            why = f"no network: {unknown} is not known here" if unknown and "pretrained tag" not in told else told
+            reason = one_line(error)
+            if unknown_host and "pretrained tag" not in reason:
+                reason = f"no network: {unknown_host} is not known here"
             raise CheckpointError(
-                f"the weights of {name} are neither in the cache nor available ({why}); give a file of weights"
+                f"the weights of {name} are neither in the cache nor available ({reason}); give a file of weights"
             ) from None
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg

@@ -26,7 +26,9 @@ from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
 from dino_ds.evals.curation import Vectors, cluster_levels, draw, groups, nearest_rows, pairs_of_cosine
+from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import CurateOptions
+from dino_ds.options.flags import parse_flags
 from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import reproduction
 from dino_ds.weights.export import FORMATS
@@ -173,6 +175,17 @@ def test_a_command_that_would_import_code_of_a_run_is_not_printed_unsaid(tmp_pat
     assert (f"imports {PARTS}:" in reproduction(read_run(tmp_path))) == (key is not None)
 
 
+def test_the_printed_command_for_clusters_names_their_images_and_holds_none_out(tmp_path):
+    """Of a run of other images that held a tenth out, which data.balance can't."""
+    (tmp_path / "config.yaml").write_text(dump_recipe(load_recipe("small", {"data.root": "a", "eval.val_share": 0.1})))
+    made = SimpleNamespace(about={"origin": {"model": str(tmp_path), "source": None, "root": "images"}})
+    request = parse_flags(TRAIN, _train(made, "data.balance", tmp_path / "clusters.csv").split()[2:])
+    recipe = load_recipe(request.config, request.recipe)
+    assert (recipe.data.root, recipe.eval.val_share, recipe.model.width) == ("images", 0, 128)
+    request = parse_flags(TRAIN, _train(made, "data.root", tmp_path / "images.txt").split()[2:])
+    assert request.recipe == {"data.root": str(tmp_path / "images.txt")}
+
+
 def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
     asked = place / "images/plain/07.png"
     first, second, *_ = dino_ds.find(place / "npy.npy", [asked], top=3, out=tmp_path / "a")
@@ -298,3 +311,10 @@ def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(
     for call, said in cases:
         with pytest.raises(UserError, match=said):
             call()
+
+
+def test_images_that_are_not_there_are_refused_before_torch_is_loaded(place):
+    names = [line.split(",")[0] for line in (place / "npy.csv").read_text().splitlines()[1:]]
+    embed.check_queries(str(place / "npy.npy"), ["0", str(place / "images/plain/07.png"), names[-1]])
+    with pytest.raises(ConfigError, match=r"nope\.png is no file, nor the name or the number"):
+        embed.check_queries(str(place / "npy.npy"), ["0", "nope.png"])

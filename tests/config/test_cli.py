@@ -232,6 +232,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("train --micro_batch 4", "--micro_batch: unknown option: it belongs to the ds JSON: train_micro_batch_size_"),
         ("train --crops 2", "--crops: unknown option: this is a section of the recipe: set crops.global_size, "),
         ("train --prototype 2", "--prototype: unknown option. Did you mean --head.prototypes"),
+        ("train --log.every 2", "--log.every: unknown option. Did you mean --eval.every or --log_every?"),
         ("train --lr 2", "--lr: unknown option: here it is optimizer.lr"),
         ("train --zzz 2", "--zzz: unknown option. dino-ds train --help lists them"),
         ("train -c quickstart", "-c: options begin with two dashes"),

@@ -154,7 +154,7 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     main(["advise", str(tmp_path), "--json"])
     result = json.loads(capsys.readouterr().out)
     notes, commands = result["notes"], [result["command"], *(way["command"] for way in result["ways"])]
-    assert "30.0% of the images can't be read, more than a run allows by itself" in " ".join(notes)
+    assert "30.0% of the images can't be read, more than a run allows: the commands allow 60%" in " ".join(notes)
     assert all("embed" in command or "--data.max_bad_fraction 0.6" in command for command in commands)
     (deep,) = [note for note in notes if "uint16, uint8" in note]
     assert "data.max_bad_fraction" not in deep
