@@ -275,14 +275,16 @@ class Sample:
         """
         if not self.deep:
             return None, ""
-        if (chosen := self._choose()) is None:
+        if (chosen := self.chosen) is None:
             flag = f"give --data.value_range {range_text(self.measured)}, or wider where other images go beyond"
             if len(self.types) > 1 and find_misfits(self.deep, self.measured):
                 flag = "no range fits both: convert them to one type and scale, such as PNG of 8 or 16 bits"
             raise ConfigError(f"{self}; which of them are black and white is not known: {remedy or flag}")
         return chosen, f"{self}; data.value_range {range_text(chosen)}, 8-bit images 0,255"
 
-    def _choose(self) -> ValueRange | None:
+    @property
+    def chosen(self) -> ValueRange | None:
+        """The range that the values of deep images show; None where they do not tell."""
         kinds = {name.rstrip("0123456789") for name in self.types}
         if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
             return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))

@@ -11,19 +11,22 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.formatting import range_text
 from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import named_values
 from dino_ds.config.sections import fitting_sizes
-from dino_ds.data.decode import open_image
+from dino_ds.data.decode import check_channels, open_image
 from dino_ds.data.images import Source, UnreadableImage, prepare_images
+from dino_ds.data.normalization import ImageValues, Sample
 from dino_ds.data.root import check_split, test_folder
 from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source
@@ -44,6 +47,8 @@ _FEW_FOR_DINO = 100_000
 _TINY_SIDE = 96
 """Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LEAST_BATCH = 32
+_MOST_BAD = 0.1
+"""Share of unreadable images from which on they are no accident that a run should allow."""
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
 _CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
 _AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
@@ -76,7 +81,7 @@ def run(options: AdviseOptions) -> Result:
             f"{facts.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
     rows = advise(facts)
-    flags = _train_flags(options, facts.recipe, rows, images["classes"] or 0)
+    flags = _train_flags(options, facts.recipe, rows, images)
     several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
     result: dict[str, Any] = {
@@ -87,7 +92,9 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    result["ways"] = [_way(way, result["command"], options) for way in ways(facts)]
+    # `embed` by released weights refuses values whose black and white nobody says.
+    known = [way for way in ways(facts) if not images["unknown_range"] or way.words[:1] != ("embed",)]
+    result["ways"] = [_way(way, result["command"], options, flags) for way in known]
     return Result(result, _page(result, options.root or options.source))
 
 
@@ -97,44 +104,59 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
         f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
     )
     most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
-    sides, channels, types, stacks = list[int](), Counter[int](), set[str](), list[str]()
+    sides, stacks, values = list[int](), list[str](), list[ImageValues]()
     unreadable, looked_at = list[str](), 0
     chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
     prepare_images(source, chosen[:_LEAST_SAMPLE])
+    channels = _most_channels(source, chosen[:_LEAST_SAMPLE], most)
     for index in chosen:
         looked_at += 1
         try:
-            image = open_image(source, index, most)
-            types.add(image.values().dtype.name)
+            image = open_image(source, index, most, channels=channels)
+            check_channels(image, channels, source.name(index))
+            values.append(ImageValues.of(image.values(), source.name(index)))
         except UnreadableImage as error:
             unreadable.append(str(error))
         else:
             sides.append(min(image.width, image.height))
-            channels[image.channels] += 1
-            stacks += [source.name(index)] if getattr(image, "pages", 1) == 3 else []
+            stacks += [source.name(index)] if getattr(image, "pages", 1) == channels == 3 else []
         if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
             break
     if not sides:
         raise DataError(f"none of the {looked_at} images looked at can be read, such as {unreadable[0]}")
+    seen = Sample(images=len(sides), values=values)
     return {
         "images": len(source),
         "looked_at": looked_at,
-        "unreadable": len(unreadable),
+        "unreadable": {"count": len(unreadable), "first": next(iter(unreadable), None)},
         "classes": None if source.classes is None else len(source.classes),
-        "channels": channels.most_common(1)[0][0],
-        "types": sorted(types),
+        "channels": channels,
+        "gray": all(len(image.mean) == 1 for image in values),
+        "types": sorted({image.type for image in values}),
+        "unknown_range": seen.measured if seen.deep and seen.chosen is None else None,
         "notes": [*getattr(source, "notes", ()), *note_stacks(stacks)],
         "side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)},
     }
 
 
-def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], classes: int) -> dict[str, str]:
+def _most_channels(source: Source, indices: Sequence[int], max_pixels: int) -> int:
+    """The number of channels that most of these images have; gray ones have 3, as a run reads them."""
+    counts = Counter[int]()
+    for index in indices:
+        with suppress(UnreadableImage):
+            counts[open_image(source, index, max_pixels, channels=None).channels] += 1
+    return counts.most_common(1)[0][0] if counts else 3
+
+
+def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
     for k-NN, unless a folder of test images is beside them."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
-    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if classes > 1 else {}
+    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if (images["classes"] or 0) > 1 else {}
+    if images["unknown_range"]:
+        flags["data.value_range"] = range_text(images["unknown_range"])
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
@@ -142,9 +164,13 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
-def _way(way: Way, advised: str, options: AdviseOptions) -> dict[str, Any]:
-    """A way with its whole command, and the minutes that it takes a core."""
-    section, end = ("", " --out features.parquet") if way.words[:1] == ("embed",) else ("data.", "")
+def _way(way: Way, advised: str, options: AdviseOptions, flags: Mapping[str, str]) -> dict[str, Any]:
+    """A way with its whole command, which has the advised one's data.value_range, and the minutes that it takes a
+    core."""
+    limits = flags.get("data.value_range")
+    section, end = "data.", f" --data.value_range {limits}" if limits else ""
+    if way.words[:1] == ("embed",):
+        section, end = "", " --out features.parquet"
     command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
     return {"way": way.name, "gave": way.gave, "minutes": way.images * way.seconds / 60, "command": command}
 
@@ -152,7 +178,7 @@ def _way(way: Way, advised: str, options: AdviseOptions) -> dict[str, Any]:
 def _notes(
     facts: Situation, images: Mapping[str, Any], options: AdviseOptions, flags: Mapping[str, str]
 ) -> Iterator[str]:
-    if facts.has_color and not facts.is_tiny:
+    if facts.has_color and not facts.is_tiny and not images["unknown_range"]:
         yield (
             f"first, without training (DINOv2's model card: good features out of the box)\n  dino-ds {_embed(options)}"
         )
@@ -161,12 +187,23 @@ def _notes(
     seen = {name: value for name, value in flags.items() if name.startswith(("data.", "crops.", "model."))}
     shown = {"config": facts.recipe, **seen}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
-    if images["unreadable"]:
-        share = images["unreadable"] / images["looked_at"]
-        yield f"{share:.1%} of the images can't be read: above 1 % the run stops; which ones: {look}"
+    if count := images["unreadable"]["count"]:
+        share = count / images["looked_at"]
+        few = load_recipe(facts.recipe, flags).data.max_bad_fraction
+        stops = f"; above {few:.0%} the run stops: mend or remove them" if share > few else ""
+        allow = f", or add --data.max_bad_fraction {2 * share:.1g}" if few < share < _MOST_BAD else ""
+        said = (
+            f"{share:.1%} of the images can't be read as {_channels(images)}, such as {images['unreadable']['first']}"
+        )
+        yield f"{said}{stops}{allow}; all of them: {look}"
+    if images["unknown_range"]:
+        yield (
+            f"which {' and '.join(images['types'])} values are black and white is not known: the command has the lowest "
+            "and the highest of the images looked at, and skips images beyond: widen --data.value_range where there are"
+        )
     if images["types"] != ["uint8"] or not facts.has_color:
-        values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
-        yield f"{values}: the run finds their range and mean, which this shows\n  {look}"
+        found = "mean" if images["unknown_range"] else "range and mean"
+        yield f"{_channels(images)} of {', '.join(images['types'])}: the run finds their {found}, as this does\n  {look}"
     yield "if it does not learn: docs/your-data.md"
 
 
@@ -180,6 +217,10 @@ def _images(options: AdviseOptions, section: str) -> str:
     return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
 
+def _channels(images: Mapping[str, Any]) -> str:
+    return "gray" if images["gray"] else f"{images['channels']} channels"
+
+
 def _page(result: Mapping[str, Any], images_of: str) -> str:
     """Format the advice as text of 120 columns; images_of: folder or source of the images."""
     images, side = result["found"], result["found"]["side"]
@@ -187,7 +228,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
     lines = [
         f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}",
         f"size     shorter side {side['min']:,} to {side['max']:,} px, {side['median']:,} in the median; "
-        f"{images['channels']} channel(s), {', '.join(images['types'])}",
+        f"{_channels(images)}, {', '.join(images['types'])}",
         f"GPUs     {result['gpus'] or 'none'}",
         "",
     ]

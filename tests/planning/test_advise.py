@@ -39,7 +39,7 @@ from tests.run.harness import REPOSITORY, image_folder
 
 
 def _advise(capsys, *words):
-    main(["advise", *words, "--sample", "20", "--json"])
+    main(["advise", *words, *([] if "--sample" in words else ["--sample", "20"]), "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -152,9 +152,41 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
         Image.fromarray(np.full((60, 60), 1000 * number, np.uint16)).save(tmp_path / f"{number:03d}.png")
     main(["advise", str(tmp_path), "--json"])
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "30.0% of the images can't be read" in " ".join(notes)
+    assert "30.0% of the images can't be read as 3 channels, such as " in " ".join(notes)
+    assert not any("max_bad_fraction" in note for note in notes)
     (deep,) = [note for note in notes if "uint16, uint8" in note]
     assert deep.splitlines()[-1].startswith("  dino-ds look-data --config ") and f"--data.root {tmp_path}" in deep
+
+
+def test_images_of_a_microscope_are_read_with_their_channels_as_the_run_reads_them(tmp_path, capsys):
+    """Half of the files have a page a channel, as ImageJ writes them, half have planes of one page."""
+    tifffile = pytest.importorskip("tifffile")
+    image = np.arange(4 * 40 * 40, dtype=np.uint16).reshape(4, 40, 40) % 4096
+    for number in range(100):
+        how = {"imagej": True} if number % 2 else {"photometric": "minisblack", "planarconfig": "separate"}
+        tifffile.imwrite(tmp_path / f"{number:03d}.tif", image, **how, metadata={"axes": "CYX"})
+    found = _advise(capsys, str(tmp_path))
+    assert _accepted(found["command"]).model.in_chans == 4 and found["found"]["unreadable"]["count"] == 0
+    for number in range(5):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number:03d}.tif")
+    main(["advise", str(tmp_path)])
+    page = capsys.readouterr().out
+    assert "4 channels, uint16" in page and "5.0% of the images can't be read as 4 channels, such as " in page
+    assert ".tif (3 channels, 4 are wanted); above 1% the run stops: mend or remove them, or add --data.max_" in page
+
+
+def test_signed_values_get_a_range_in_every_command_that_trains_and_no_other_command(tmp_path, capsys):
+    image_folder(tmp_path, 100)
+    for number, file in enumerate(sorted(tmp_path.rglob("*.png"))):
+        np.save(file.with_suffix(".npy"), np.full((64, 64), 10 * number - 500, np.int16))
+        file.unlink()
+    found = _advise(capsys, str(tmp_path), "--sample", "100")
+    commands = [found["command"], *(way["command"] for way in found["ways"])]
+    assert len(commands) == 4 and {_accepted(command).data.value_range for command in commands} == {(-500.0, 490.0)}
+    main(["advise", str(tmp_path), "--sample", "100"])
+    page = capsys.readouterr().out
+    assert "gray, int16" in page and "which int16 values are black and white is not known" in page
+    assert "dino-ds embed" not in page
 
 
 @pytest.mark.slow
@@ -166,13 +198,13 @@ def test_advise_waits_for_torch_alone():
 
 
 def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
-    monkeypatch.setattr(advise_command, "open_image", lambda *_: time.sleep(0.01) or Image.new("RGB", (50, 50)))
+    monkeypatch.setattr(advise_command, "open_image", lambda *_, **how: time.sleep(0.01) or Image.new("RGB", (50, 50)))
     monkeypatch.setattr(advise_command, "_SECONDS", 0.05)
     monkeypatch.setattr(Image.Image, "values", lambda image: np.asarray(image), raising=False)
     monkeypatch.setattr(Image.Image, "channels", 3, raising=False)
 
     class Many(list):
-        classes = None
+        classes, name = None, str
 
     assert advise_command._look_at(Many(range(1000)), 500)["looked_at"] == 20
 
