@@ -29,7 +29,7 @@ from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.images import Source, UnreadableImage
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.normalization import Normalization
+from dino_ds.data.normalization import Normalization, shown_channels
 from dino_ds.data.parquet import import_parquet
 from dino_ds.errors import ConfigError, DataError, one_line, unwritable
 from dino_ds.evals.curation import SIDE, Vectors, nearest_rows
@@ -72,9 +72,12 @@ class Embedded:
 
     def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = ()) -> bytes:
         """A PNG file of images, line by line with words under them: the first ones of the first lines; titles: of its
-        columns."""
-        columns = max(len(line[:COLUMNS]) for line in lines)
-        sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], captions=True)
+        columns. A heading says what is left out."""
+        longest, most = max(map(len, lines)), LINES if not titles else len(lines)
+        columns, parts = min(longest, COLUMNS), {"rows": (most, len(lines)), "images of a row": (COLUMNS, longest)}
+        left_out = [f"the first {shown} of {there} {what}" for what, (shown, there) in parts.items() if shown < there]
+        heading = "; ".join([*left_out, *shown_channels(len(self.normalization.mean))])
+        sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], True, heading)
         for row, line in enumerate(lines[:LINES]):
             for column, (image, text) in enumerate(line[:COLUMNS]):
                 sheet.put(row, column, self._picture(image), text)
@@ -105,7 +108,7 @@ class Embedded:
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""
         try:
-            image = open_image(self.source, index, None)
+            image = open_image(self.source, index, None, channels=len(self.normalization.mean))
         except UnreadableImage:
             return 0
         return max(image.height, image.width)

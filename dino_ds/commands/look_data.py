@@ -40,8 +40,8 @@ from dino_ds.options.definition import Result
 from dino_ds.report.draw import INK
 
 _BATCH = 16
-_NAMED = 20
-"""Most unreadable files and classes that are named; --json names all."""
+_NAMED, _ALIKE = 20, 3
+"""Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
 _LINE = 1.1
 """Height of a local crop, inches; an image and a global crop are two lines high."""
@@ -106,10 +106,11 @@ def _check(out: str | None) -> Path:
 def _crops(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
     masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    channels = (
-        "" if recipe.model.in_chans in (1, 3) else f"; the first 3 of {recipe.model.in_chans} channels, stretched"
-    )
-    return f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}{channels}"
+    parts = [
+        f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}",
+        *normalization.shown_channels(recipe.model.in_chans),
+    ]
+    return "; ".join(parts)
 
 
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
@@ -227,10 +228,14 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _class_lines(statistics["classes"])
     bad = statistics["unreadable"]
     yield "unreadable", f"{bad['count']:,} ({bad['count'] / statistics['looked_at']:.2%})"
-    for file in bad["files"][:_NAMED]:
-        yield "", f"{file['name']} ({file['reason']})"
-    if bad["count"] > _NAMED:
-        yield "", f"and {bad['count'] - _NAMED:,} more (--json names all)"
+    alike: dict[str, list[str]] = {}
+    for file in bad["files"]:
+        alike.setdefault(file["reason"], []).append(file["name"])
+    for reason, names in islice(alike.items(), _NAMED):
+        more = f" and {len(names) - _ALIKE:,} more (--json names all)" if len(names) > _ALIKE else ""
+        yield "", f"{', '.join(names[:_ALIKE])}{more} ({reason})"
+    if len(alike) > _NAMED:
+        yield "", f"and {len(alike) - _NAMED:,} more reasons (--json names all)"
     yield "size", ", ".join(f"{side} {_range_text(statistics[side])}" for side in ("width", "height")) + " px"
     deep = {name: facts for name, facts in statistics["values"].items() if "min" in facts}
     for name, facts in deep.items():

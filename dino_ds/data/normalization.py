@@ -140,6 +140,11 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
     return shown.clamp(0, 1).expand(3, -1, -1)
 
 
+def shown_channels(channels: int) -> list[str]:
+    """Words on the channels that `visible` shows of more, or of two; none for gray and RGB."""
+    return [] if channels in (1, 3) else [f"the first {3 if channels > 3 else 1} of {channels} channels, stretched"]
+
+
 def _fractions(pixels: Tensor) -> Tensor:
     return pixels.float() if pixels.is_floating_point() else pixels.float() / 255
 

@@ -297,11 +297,12 @@ def crop_pct_of(model: str, side: int) -> float | None:
     or where its images are not on this machine or of the user's own source."""
     home = find_model_folder(model)
     try:
-        data = recorded_recipe(home.folder / "config.yaml").data if home.is_run else None
-        if data is None or ":" in f"{data.source} {data.place}":
+        recipe = recorded_recipe(home.folder / "config.yaml") if home.is_run else None
+        if recipe is None or ":" in f"{recipe.data.source} {recipe.data.place}":
             return None
-        source = find_images(model, None, None)
-        images = [open_image(source, i, MAX_PIXELS) for i in evenly_spaced_indices(len(source), _LOOKED_AT)]
+        source, channels = find_images(model, None, None), recipe.model.in_chans
+        some = evenly_spaced_indices(len(source), _LOOKED_AT)
+        images = [open_image(source, i, MAX_PIXELS, channels=channels) for i in some]
     except (UserError, UnreadableImage, OSError):
         return None
     uncut = sum(min(image.width, image.height) <= side for image in images)

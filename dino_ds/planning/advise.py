@@ -198,12 +198,12 @@ def _notes(
         yield f"{said}{stops}{allow}; all of them: {look}"
     if images["unknown_range"]:
         yield (
-            f"which {' and '.join(images['types'])} values are black and white is not known: the command has the lowest "
-            "and the highest of the images looked at, and skips images beyond: widen --data.value_range where there are"
+            f"which {' and '.join(images['types'])} values are black and white is not known: the command has the "
+            "lowest and highest of images looked at, and skips images beyond: widen --data.value_range where there are"
         )
     if images["types"] != ["uint8"] or not facts.has_color:
-        found = "mean" if images["unknown_range"] else "range and mean"
-        yield f"{_channels(images)} of {', '.join(images['types'])}: the run finds their {found}, as this does\n  {look}"
+        finds = f"the run finds their {'mean' if images['unknown_range'] else 'range and mean'}"
+        yield f"{_channels(images)} of {', '.join(images['types'])}: {finds}, as this does\n  {look}"
     yield "if it does not learn: docs/your-data.md"
 
 

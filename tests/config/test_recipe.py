@@ -225,7 +225,7 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
     [
         ({"model.patch_size": "14", "model.heads": "6"}, "crops.local_size 96 is not a multiple of the patch size 14 "),
         ({"model.heads": "5"}, "model: width 384 is not a multiple of heads 5"),
-        ({"length": "5 epochs"}, "optimizer.warmup 10 epochs is longer than length 5 epochs"),
+        ({"length": "5 epochs"}, "longer than length 5 epochs: shorten it, such as --optimizer.warmup '10 %'"),
         ({"model.freeze_backbone": "100 epochs"}, "freeze_backbone 100 epochs is not shorter than length 100 epochs"),
         ({"data.download": "true"}, "data: download true needs a torchvision data.source, and 'folder' is none"),
         ({"eval.k": "20000"}, "eval.k 20000 is more than eval.bank_images 10000"),

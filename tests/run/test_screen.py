@@ -115,9 +115,9 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
 
 
 def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypatch):
-    def said(first: int, last: int) -> list[str]:
+    def said(first: int, last: int, warmup: int = 0) -> list[str]:
         lines, now = [], [0.0]
-        step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last))
+        step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last, warmup_steps=warmup))
         options = SimpleNamespace(last_step=last, global_batch=8)
         monkeypatch.setattr(reports.time, "monotonic", lambda: now[0])
         of_run = object.__new__(reports.Reports)
@@ -129,5 +129,6 @@ def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypat
         return lines
 
     assert said(0, 206) == ['time     about 3.3 min left; a quarter of it: a new run with --length "412 images"']
+    assert said(0, 206, 60)[0].endswith('--length "412 images" --optimizer.warmup "10 %"')
     assert said(100, 306) == ["time     about 3.3 min left"]
     assert said(0, 60) == []
