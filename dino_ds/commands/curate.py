@@ -65,10 +65,10 @@ def check(options: CurateOptions) -> None:
         raise ConfigError(
             f"--clusters {','.join(map(str, options.clusters))}: each level has fewer than the one before"
         )
-    find_features(options.features)
     check_absent(folder := _folder(options))
     if reason := why_not_writable(folder):
         raise ConfigError(f"{folder} can't be written: {reason}; fix --out")
+    find_features(options.features)
 
 
 def _folder(options: CurateOptions) -> Path:

@@ -73,9 +73,10 @@ class Embedded:
     def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = ()) -> bytes:
         """A PNG file of images, line by line with words under them: the first ones of the first lines; titles: of its
         columns. A heading says what is left out."""
-        longest, most = max(map(len, lines)), LINES if not titles else len(lines)
-        columns, parts = min(longest, COLUMNS), {"rows": (most, len(lines)), "images of a row": (COLUMNS, longest)}
-        left_out = [f"the first {shown} of {there} {what}" for what, (shown, there) in parts.items() if shown < there]
+        longest = max(map(len, lines))
+        columns, sizes = min(longest, COLUMNS), {"images of a row": (COLUMNS, longest)}
+        sizes |= {} if titles else {"rows": (LINES, len(lines))}
+        left_out = [f"the first {shown} of {count} {noun}" for noun, (shown, count) in sizes.items() if shown < count]
         heading = "; ".join([*left_out, *shown_channels(len(self.normalization.mean))])
         sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], True, heading)
         for row, line in enumerate(lines[:LINES]):

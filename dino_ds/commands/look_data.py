@@ -232,10 +232,11 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for file in bad["files"]:
         alike.setdefault(file["reason"], []).append(file["name"])
     for reason, names in islice(alike.items(), _NAMED):
-        more = f" and {len(names) - _ALIKE:,} more (--json names all)" if len(names) > _ALIKE else ""
+        more = f" and {len(names) - _ALIKE:,} more" if len(names) > _ALIKE else ""
         yield "", f"{', '.join(names[:_ALIKE])}{more} ({reason})"
-    if len(alike) > _NAMED:
-        yield "", f"and {len(alike) - _NAMED:,} more reasons (--json names all)"
+    if len(alike) > _NAMED or any(len(names) > _ALIKE for names in alike.values()):
+        more = f"{len(alike) - _NAMED:,} more reasons; " if len(alike) > _NAMED else ""
+        yield "", f"{more}--json names all files"
     yield "size", ", ".join(f"{side} {_range_text(statistics[side])}" for side in ("width", "height")) + " px"
     deep = {name: facts for name, facts in statistics["values"].items() if "min" in facts}
     for name, facts in deep.items():

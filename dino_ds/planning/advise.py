@@ -6,17 +6,11 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import textwrap
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dino_ds.basics.formatting import range_text
 from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
@@ -24,21 +18,16 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import named_values
 from dino_ds.config.sections import fitting_sizes
-from dino_ds.data.decode import check_channels, open_image
-from dino_ds.data.images import Source, UnreadableImage, prepare_images
-from dino_ds.data.normalization import ImageValues, Sample
 from dino_ds.data.root import check_split, test_folder
-from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
+from dino_ds.planning.image_facts import look_at
 from dino_ds.planning.measure import find_gpus
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
 """Arguments of `embed` for released weights whose features are worth a look before any training."""
-_SECONDS, _LEAST_SAMPLE = 3.0, 20
-"""Seconds after which no more images are read, once there are _LEAST_SAMPLE."""
 _WIDTH = 120
 _MANY_IMAGES = 1_000_000
 """Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
@@ -47,8 +36,6 @@ _FEW_FOR_DINO = 100_000
 _TINY_SIDE = 96
 """Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LEAST_BATCH = 32
-_MOST_BAD = 0.1
-"""Share of unreadable images from which on they are no accident that a run should allow."""
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
 _CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
 _AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
@@ -70,7 +57,7 @@ def run(options: AdviseOptions) -> Result:
         if options.root is None:
             raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
         check_split(options.root)
-    images = _look_at(build_source(options.source, options.root, "train", False), options.sample)
+    images = look_at(build_source(options.source, options.root, "train", False), options.sample)
     gpus = len(find_gpus()) if options.gpus is None else options.gpus
     facts = Situation(images["images"], images["side"]["median"], images["channels"], gpus)
     if facts.images < LEAST_IMAGES:
@@ -93,59 +80,9 @@ def run(options: AdviseOptions) -> Result:
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
     # `embed` by released weights refuses values whose black and white nobody says.
-    known = [way for way in ways(facts) if not images["unknown_range"] or way.words[:1] != ("embed",)]
-    result["ways"] = [_way(way, result["command"], options, flags) for way in known]
+    runnable = [way for way in ways(facts) if not images["unknown_range"] or way.words[:1] != ("embed",)]
+    result["ways"] = [_way(way, result["command"], options, flags) for way in runnable]
     return Result(result, _page(result, options.root or options.source))
-
-
-def _look_at(source: Source, sample: int) -> dict[str, Any]:
-    """Return facts about the source and at most `sample` random images. Raises DataError if none can be read."""
-    print(
-        f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
-    )
-    most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
-    sides, stacks, values = list[int](), list[str](), list[ImageValues]()
-    unreadable, looked_at = list[str](), 0
-    chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
-    prepare_images(source, chosen[:_LEAST_SAMPLE])
-    channels = _most_channels(source, chosen[:_LEAST_SAMPLE], most)
-    for index in chosen:
-        looked_at += 1
-        try:
-            image = open_image(source, index, most, channels=channels)
-            check_channels(image, channels, source.name(index))
-            values.append(ImageValues.of(image.values(), source.name(index)))
-        except UnreadableImage as error:
-            unreadable.append(str(error))
-        else:
-            sides.append(min(image.width, image.height))
-            stacks += [source.name(index)] if getattr(image, "pages", 1) == channels == 3 else []
-        if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
-            break
-    if not sides:
-        raise DataError(f"none of the {looked_at} images looked at can be read, such as {unreadable[0]}")
-    seen = Sample(images=len(sides), values=values)
-    return {
-        "images": len(source),
-        "looked_at": looked_at,
-        "unreadable": {"count": len(unreadable), "first": next(iter(unreadable), None)},
-        "classes": None if source.classes is None else len(source.classes),
-        "channels": channels,
-        "gray": all(len(image.mean) == 1 for image in values),
-        "types": sorted({image.type for image in values}),
-        "unknown_range": seen.measured if seen.deep and seen.chosen is None else None,
-        "notes": [*getattr(source, "notes", ()), *note_stacks(stacks)],
-        "side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)},
-    }
-
-
-def _most_channels(source: Source, indices: Sequence[int], max_pixels: int) -> int:
-    """The number of channels that most of these images have; gray ones have 3, as a run reads them."""
-    counts = Counter[int]()
-    for index in indices:
-        with suppress(UnreadableImage):
-            counts[open_image(source, index, max_pixels, channels=None).channels] += 1
-    return counts.most_common(1)[0][0] if counts else 3
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
@@ -188,14 +125,11 @@ def _notes(
     shown = {"config": facts.recipe, **seen}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if count := images["unreadable"]["count"]:
-        share = count / images["looked_at"]
-        few = load_recipe(facts.recipe, flags).data.max_bad_fraction
-        stops = f"; above {few:.0%} the run stops: mend or remove them" if share > few else ""
-        allow = f", or add --data.max_bad_fraction {2 * share:.1g}" if few < share < _MOST_BAD else ""
-        said = (
-            f"{share:.1%} of the images can't be read as {_channels(images)}, such as {images['unreadable']['first']}"
+        share, first = count / images["looked_at"], images["unreadable"]["first"]
+        yield (
+            f"{share:.1%} of the images can't be read as {_channels(images)}, such as {first}; above 1 % the run stops "
+            f"(data.max_bad_fraction); all of them: {look}"
         )
-        yield f"{said}{stops}{allow}; all of them: {look}"
     if images["unknown_range"]:
         yield (
             f"which {' and '.join(images['types'])} values are black and white is not known: the command has the "
@@ -204,6 +138,7 @@ def _notes(
     if images["types"] != ["uint8"] or not facts.has_color:
         finds = f"the run finds their {'mean' if images['unknown_range'] else 'range and mean'}"
         yield f"{_channels(images)} of {', '.join(images['types'])}: {finds}, as this does\n  {look}"
+        yield "augmentation as of photographs; microscopes', satellites' and X-rays': docs/augmentation.md"
     yield "if it does not learn: docs/your-data.md"
 
 

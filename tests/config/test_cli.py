@@ -282,6 +282,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("trian", "'trian' is not a command: dino-ds --help lists them. Did you mean train?"),
         ("bench stp", "'bench' is not a command: dino-ds --help lists them."),
         ("--config x", "'--config' is not a command"),
+        ("advise x --model.in_chans 4", "--model.in_chans: an option of dino-ds train; dino-ds advise goes by the"),
         ("shard --ds.fp16.enabled true", "--ds.fp16.enabled: unknown option."),
         ("shard --root a", "no out is given: dino-ds shard --root X --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value"),
