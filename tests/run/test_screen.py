@@ -94,6 +94,12 @@ def test_held_out_images_are_test_images_and_never_trained_on(starts):
     assert runner._names == () and "no k-NN on the held-out images: " in runner._notes[0] and runner.held_out
 
 
+def test_a_run_that_ends_early_is_not_warned_of_what_its_length_would_show(tmp_path):
+    images, changes = image_folder(tmp_path / "images", 10), {**TINY, "eval.every": "0 steps", "length": "20000 steps"}
+    assert run_on_ranks(train_tiny, images, tmp_path / "run", max_steps=1, changes=changes, world=1) == [None]
+    assert "10 images are few" in (log := log_of(tmp_path / "run")) and "LightlyTrain advises" not in log
+
+
 @pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Val"), ("TRAIN", "validation")])
 def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, test):
     for name in (train, test):
