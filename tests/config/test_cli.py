@@ -337,8 +337,12 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
     assert len(lines) == 3
 
 
-def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
+def test_where_an_export_goes_and_images_lie_is_looked_at_before_torch_is_loaded(
+    monkeypatch, errors: Callable[..., list[str]]
+):
     monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
+    (line,) = errors("embed", "a", "--root", "/no/images", "--out", "b.npy")
+    assert line.startswith("/no/images does not exist")
     (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
     assert line == "--out b does not end in .onnx, as such files must: rename it"
     if not importlib.util.find_spec("onnxscript"):
@@ -531,7 +535,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --config quickstart --data.source photos --data.root imgs", 2, "say --data.source folder"),
         ("train --resume --run_dir nope", 3, "nothing to resume: nope holds no run"),
         ("train --data.root imgs.zip", 2, "unpack archives"),
-        ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
+        ("train --data.root imgs/cats/1.jpg", 2, "that it is in, imgs/cats"),
         ("train --data.root labels.csv", 2, "a .txt list of paths"),
         ("train --data.root empty", 2, "give the folder that holds the images"),
         ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
