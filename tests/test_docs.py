@@ -266,7 +266,8 @@ def test_the_pages_run_in_their_order(here, monkeypatch, capsys):
 
 def test_pages_and_their_pictures_have_the_figures_of_one_file():
     for name, groups in yaml.safe_load((REPOSITORY / "docs/numbers.yaml").read_text()).items():
-        assert json.loads(Image.open(REPOSITORY / "docs" / name).info["figures"]) == groups, f"draw {name} anew"
+        if name.endswith(".png"):
+            assert json.loads(Image.open(REPOSITORY / "docs" / name).info["figures"]) == groups, f"draw {name} anew"
         for group in groups:
             for page in group["pages"]:
                 numbers = set(re.findall(r"\d+\.\d+", (REPOSITORY / "docs" / page).read_text()))

@@ -378,6 +378,10 @@ def check_options(command: str, options: Any) -> None:
             from dino_ds.commands import export
 
             export.check(options)
+    if (root := getattr(options, "root", None)) and getattr(options, "source", None) in (None, "folder"):
+        from dino_ds.data.root import check_root
+
+        check_root(root)
 
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

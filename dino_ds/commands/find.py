@@ -29,7 +29,7 @@ from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.images import Source, UnreadableImage
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.normalization import Normalization
+from dino_ds.data.normalization import Normalization, shown_channels
 from dino_ds.data.parquet import import_parquet
 from dino_ds.errors import ConfigError, DataError, one_line, unwritable
 from dino_ds.evals.curation import SIDE, Vectors, nearest_rows
@@ -74,8 +74,9 @@ class Embedded:
         self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = (), heading: str = ""
     ) -> bytes:
         """A PNG file of images, line by line with words under them: the first ones of the first lines; titles: of its
-        columns; heading: of the whole."""
+        columns; heading: of the whole, to which are added the channels that it shows."""
         columns = max(len(line[:COLUMNS]) for line in lines)
+        heading = "; ".join([*([heading] if heading else []), *shown_channels(len(self.normalization.mean))])
         sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], captions=True, heading=heading)
         for row, line in enumerate(lines[:LINES]):
             for column, (image, text) in enumerate(line[:COLUMNS]):
@@ -107,7 +108,7 @@ class Embedded:
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""
         try:
-            image = open_image(self.source, index, None)
+            image = open_image(self.source, index, None, channels=len(self.normalization.mean))
         except UnreadableImage:
             return 0
         return max(image.height, image.width)

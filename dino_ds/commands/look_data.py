@@ -28,6 +28,7 @@ from dino_ds.data import normalization
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, started, worker_options
 from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
+from dino_ds.data.image_values import NO_VALUES, ImageValues
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, prepare_images
 from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
@@ -40,8 +41,8 @@ from dino_ds.options.definition import Result
 from dino_ds.report.draw import INK
 
 _BATCH = 16
-_NAMED = 20
-"""Most unreadable files and classes that are named; --json names all."""
+_NAMED, _ALIKE = 20, 3
+"""Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
 _LINE = 1.1
 """Height of a local crop, inches; an image and a global crop are two lines high."""
@@ -106,10 +107,11 @@ def _check(out: str | None) -> Path:
 def _crops(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
     masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    channels = (
-        "" if recipe.model.in_chans in (1, 3) else f"; the first 3 of {recipe.model.in_chans} channels, stretched"
-    )
-    return f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}{channels}"
+    parts = [
+        f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}",
+        *normalization.shown_channels(recipe.model.in_chans),
+    ]
+    return "; ".join(parts)
 
 
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
@@ -138,7 +140,7 @@ class ImageFacts:
     index: int
     width: int = 0
     height: int = 0
-    values: normalization.ImageValues = normalization.NO_VALUES
+    values: ImageValues = NO_VALUES
     problem: str = ""
 
 
@@ -155,7 +157,7 @@ class FactsOf(Dataset[ImageFacts]):
     def __getitem__(self, index: int) -> ImageFacts:
         try:
             image = open_image(self._source, index, self._max_pixels, channels=self._channels)
-            values = normalization.ImageValues.of(image.values())
+            values = ImageValues.of(image.values())
         except UnreadableImage as error:
             return ImageFacts(index, problem=error.reason)
         problem = values.why_skipped(self._range)
@@ -227,10 +229,15 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _class_lines(statistics["classes"])
     bad = statistics["unreadable"]
     yield "unreadable", f"{bad['count']:,} ({bad['count'] / statistics['looked_at']:.2%})"
-    for file in bad["files"][:_NAMED]:
-        yield "", f"{file['name']} ({file['reason']})"
-    if bad["count"] > _NAMED:
-        yield "", f"and {bad['count'] - _NAMED:,} more (--json names all)"
+    alike: dict[str, list[str]] = {}
+    for file in bad["files"]:
+        alike.setdefault(file["reason"], []).append(file["name"])
+    for reason, names in islice(alike.items(), _NAMED):
+        more = f" and {len(names) - _ALIKE:,} more" if len(names) > _ALIKE else ""
+        yield "", f"{', '.join(names[:_ALIKE])}{more} ({reason})"
+    if len(alike) > _NAMED or any(len(names) > _ALIKE for names in alike.values()):
+        more = f"{len(alike) - _NAMED:,} more reasons; " if len(alike) > _NAMED else ""
+        yield "", f"{more}--json names all files"
     yield "size", ", ".join(f"{side} {_range_text(statistics[side])}" for side in ("width", "height")) + " px"
     deep = {name: facts for name, facts in statistics["values"].items() if "min" in facts}
     for name, facts in deep.items():

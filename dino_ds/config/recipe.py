@@ -175,8 +175,8 @@ class Recipe(Section):
         options = options_of(type(self))
         parts = {key: value for key, value in named_values(self) if options[key].fact("inside_run")}
         longer = [
-            f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "
-            "with --max_steps)"
+            f"{name} {part} is longer than length {self.length}: shorten it, such as --{name} '10 %' (a short trial "
+            "keeps its schedules with --max_steps)"
             for name, part in parts.items()
             if part.unit == self.length.unit and part.value > self.length.value
         ]

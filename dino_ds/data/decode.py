@@ -101,11 +101,11 @@ def prepared(values: np.ndarray, value_range: ValueRange | None, name: str) -> I
 
 
 def open_image(
-    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
+    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int | None = 3
 ) -> EncodedImage | DecodedImage:
     """Open image `index`: reads only the header if the source has files, else decodes. Raises UnreadableImage.
 
-    channels: number that is wanted; the image may have another number.
+    channels: number that is wanted, None = all; the image may have another number.
     """
     read = getattr(source, "read", None)
     if read is not None:
@@ -113,7 +113,7 @@ def open_image(
             data = read(index)
         return EncodedImage(data, source.name(index), max_pixels, value_range, channels)
     image, name = source.load(index), source.name(index)
-    values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else np.array(image)
+    values = pillow_values(image, channels or 3, name) if isinstance(image, Image.Image) else np.array(image)
     return DecodedImage(values, name, max_pixels, value_range)
 
 

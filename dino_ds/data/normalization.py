@@ -5,9 +5,8 @@ samples images before a run for these numbers and the range of deep values.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,16 +17,11 @@ from torch import Tensor
 from dino_ds.basics.formatting import range_text
 from dino_ds.config.crops import Masks
 from dino_ds.config.recipe import Recipe, channel_problems
-from dino_ds.data.decode import MAX_PIXELS, open_image
+from dino_ds.data.image_values import ImageValues, Sample, find_misfits, look_at_values
 from dino_ds.data.images import (
-    WITH_ALPHA,
     Joined,
     Source,
     ValueRange,
-    evenly_spaced_indices,
-    extremes,
-    prepare_images,
-    why_not_scaled,
 )
 from dino_ds.data.scientific import note_stacks
 from dino_ds.engine import distributed
@@ -39,14 +33,6 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 USUAL_CHANNELS = (1, 3)
 """Numbers of channels of gray and RGB images, whose mean is nearly ImageNet's."""
-_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
-"""Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
-_SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
-_ROWS = 256
-"""At least this many rows of a large image are averaged."""
-_LEAST_USED = 0.01
-"""Smallest part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
-STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
 
 
 @dataclass(frozen=True)
@@ -140,6 +126,11 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
     return shown.clamp(0, 1).expand(3, -1, -1)
 
 
+def shown_channels(channels: int) -> list[str]:
+    """Words on the channels that `visible` shows of more, or of two; none for gray and RGB."""
+    return [] if channels in (1, 3) else [f"the first {3 if channels > 3 else 1} of {channels} channels, stretched"]
+
+
 def _fractions(pixels: Tensor) -> Tensor:
     return pixels.float() if pixels.is_floating_point() else pixels.float() / 255
 
@@ -160,35 +151,6 @@ def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
     side = math.isqrt(mask.shape[1])
     stride = crops.shape[-1] // side
     return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)
-
-
-class ImageValues(NamedTuple):
-    """The name of an image, the type of its stored values, their extremes if they are deeper than uint8, and of each
-    channel the means of the values and of their squares."""
-
-    name: str = ""
-    type: str = "uint8"
-    low: float = 0
-    high: float = 0
-    mean: tuple[float, ...] = ()
-    square: tuple[float, ...] = ()
-
-    @staticmethod
-    def of(values: np.ndarray, name: str = "") -> ImageValues:
-        """The facts of values (h, w) or (h, w, c). Raises UnreadableImage unless they are finite."""
-        low, high = (0.0, 0.0) if values.dtype == np.uint8 else extremes(values, name)
-        rows = values[:: max(1, len(values) // _ROWS)]
-        planes = rows.reshape(-1, rows.shape[2] if rows.ndim == 3 else 1).astype(np.float64)
-        means = (tuple(part.mean(0).tolist()) for part in (planes, np.square(planes)))
-        return ImageValues(name, values.dtype.name, low, high, *means)
-
-    def why_skipped(self, value_range: ValueRange | None) -> str:
-        """Reason why a run with this range skips the image; "" if it does not."""
-        is_deep = self.type != "uint8"
-        return why_not_scaled(np.dtype(self.type), self.low, self.high, value_range) if is_deep else ""
-
-
-NO_VALUES = ImageValues()
 
 
 def measure_channels(
@@ -217,132 +179,6 @@ class Stated(NamedTuple):
     by: str = ""
     normalization: Normalization | None = None
     value_range: ValueRange | None = None
-
-
-def find_misfits(images: Sequence[ImageValues], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
-    """Notes on images beyond the range, and on images that use next to nothing of it, except those of one value."""
-    skipped, faint = list[str](), list[str]()
-    for image in images:
-        if reason := image.why_skipped(value_range):
-            skipped.append(f"{image.name} ({reason})")
-        elif value_range and 0 < image.high - image.low < _LEAST_USED * (value_range[1] - value_range[0]):
-            faint.append(f"{image.name} ({image.type} values, {image.low:.10g} to {image.high:.10g})")
-    among = f"of {len(images)} images looked at that are deeper than 8 bits"
-    notes = [f"{len(skipped)} {among} are skipped as unreadable, such as {skipped[0]}: {remedy}"] if skipped else []
-    if faint and value_range:
-        use = f"use less than {_LEAST_USED:.0%} of data.value_range {range_text(value_range)}"
-        notes.append(f"{len(faint)} {among} {use}, nearly one gray to the network, such as {faint[0]}: {remedy}")
-    return notes
-
-
-@dataclass
-class Sample:
-    """Values of sampled images. measures: whether all are decoded, else those whose values tell what they are."""
-
-    measures: bool = False
-    images: int = 0
-    """Number of images that could be read."""
-    channels: Counter[int] = field(default_factory=Counter)
-    values: list[ImageValues] = field(default_factory=list)
-    """The values of the images whose pixels were decoded."""
-    problem: str = ""
-    """Name of the first unreadable image, and the reason."""
-    stacks: list[str] = field(default_factory=list)  # names of images whose three pages are taken for colors
-
-    def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:
-        """Read images of at most `max_pixels`; those with another number of channels than `wanted` are only counted.
-        Pixels are decoded where they are deep or may be alpha, or if the sample `measures`."""
-        prepare_images(source, indices := list(indices))
-        for index in indices:
-            try:
-                image = open_image(source, index, max_pixels, channels=wanted)
-                asks = getattr(image, "mode", None) in WITH_ALPHA  # its values tell whether it is alpha or a band
-                decodes = image.deep or asks or self.measures
-                values = image.values() if decodes and image.channels == wanted else None
-                if values is not None:
-                    self.values.append(ImageValues.of(values, source.name(index)))
-            except Exception as error:  # a user's source may raise anything: training reports it with the image's name
-                self.problem = self.problem or str(error)
-                continue
-            self.images += 1
-            self.channels[image.channels] += 1
-            self.stacks += [source.name(index)] if getattr(image, "pages", 1) == wanted == 3 else []
-
-    def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
-        """Value range of the images, and a sentence on it; None and "" if all have 8 bits.
-
-        Raises ConfigError, with `remedy` or the option as advice, if values do not tell which are black and white.
-        """
-        if not self.deep:
-            return None, ""
-        if (chosen := self._choose()) is None:
-            flag = f"give --data.value_range {range_text(self.measured)}, or wider where other images go beyond"
-            if len(self.types) > 1 and find_misfits(self.deep, self.measured):
-                flag = "no range fits both: convert them to one type and scale, such as PNG of 8 or 16 bits"
-            raise ConfigError(f"{self}; which of them are black and white is not known: {remedy or flag}")
-        return chosen, f"{self}; data.value_range {range_text(chosen)}, 8-bit images 0,255"
-
-    def _choose(self) -> ValueRange | None:
-        kinds = {name.rstrip("0123456789") for name in self.types}
-        if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
-            return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))
-        if kinds == {"float"} and self.low >= 0 and self.high <= 1:
-            return 0.0, 1.0
-        if kinds == {"float"} and self.low >= 0 and 63 < self.high <= 255:  # 0 to 1.5 is of neither usual range
-            return 0.0, 255.0
-        return None
-
-    @property
-    def deep(self) -> list[ImageValues]:
-        return [image for image in self.values if image.type != "uint8"]
-
-    @property
-    def types(self) -> set[str]:
-        return {image.type for image in self.deep}
-
-    @property
-    def low(self) -> float:
-        return min(image.low for image in self.deep)
-
-    @property
-    def high(self) -> float:
-        return max(image.high for image in self.deep)
-
-    @property
-    def measured(self) -> ValueRange:
-        """Lowest and highest value; fractions are rounded outwards to 3 digits."""
-        low, high = self.low, self.high
-        if low == int(low) and high == int(high):
-            return low, high if high > low else low + 1
-        step = 10.0 ** (math.floor(math.log10(max(abs(low), abs(high)))) - 2)
-        return math.floor(low / step) * step, math.ceil(high / step) * step
-
-    def __str__(self) -> str:
-        types, values = " and ".join(sorted(self.types)), f"{self.low:.10g} to {self.high:.10g}"
-        return f"{len(self.deep)} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
-
-
-def look_at_values(
-    sources: Sequence[Source], channels: int, max_pixels: int = MAX_PIXELS, measures: bool = False
-) -> Sample:
-    """Sample at most 64 images of each source, evenly spread, for a run of `channels`. Pixels of files are decoded only
-    where they are deep or have alpha, or if it `measures`; JPEGs are opened only if `channels` is not 3."""
-    sample = Sample(measures)
-    for source in sources:
-        if hasattr(source, "read"):
-            some = evenly_spaced_indices(len(source), _NAMES)
-            others = [i for i in some if channels != 3 or not source.name(i).lower().endswith((".jpg", ".jpeg"))]
-            chosen = [others[i] for i in evenly_spaced_indices(len(others), _SAMPLE)]
-            sample.add(source, chosen, channels, max_pixels)
-            if len(others) < len(some):
-                sample.problem = ""
-                sample.channels[3] += len(some) - len(others)
-            continue
-        first, all_of_them = (evenly_spaced_indices(len(source), most) for most in (_FIRST, _SAMPLE))
-        sample.add(source, first, channels, max_pixels)
-        if sample.deep or measures:
-            sample.add(source, [i for i in all_of_them if i not in first], channels, max_pixels)
-    return sample
 
 
 def with_image_settings(

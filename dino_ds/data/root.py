@@ -17,6 +17,7 @@ from dino_ds.config.evaluation import BENCHMARKS
 from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import holds_checkpoint
 from dino_ds.data.decode import archives_in, is_image_file, note_left_out, split_part
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
@@ -102,6 +103,8 @@ def check_root(root: str, key: str = "data.root") -> None:
         raise DataError(_wrong_file(path, root, key))
     if os.path.isdir(path) and (saved := advise_saved(path)):
         raise DataError(f"{key} {root} {saved}")
+    if os.path.isdir(path) and holds_checkpoint(Path(path)):
+        raise DataError(f"{key} {root} is the folder of a run: give the folder of the images")
     if os.path.isdir(path) and _is_empty(path):
         raise DataError(f"no images under {key} {root}: the folder is empty: give the folder that holds the images")
     if os.path.lexists(path):
@@ -265,9 +268,11 @@ def _open_all(paths: list[str], root: str, part: str | None = None, **options: f
 
 def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
     name = printable(path)
+    if os.path.isfile(f"{path}.json"):
+        return f"{name} is a file of features: give the folder of the images"
     if is_image_file(*os.path.split(path)):
         folder = printable(os.path.dirname(path)) or "."
-        return f"{name} is a single image: give the folder that it is in, --{key} {folder}"
+        return f"{name} is a single image: give the folder that it is in, {folder}"
     return f"{name} ({key} {root}) is none of {IMAGE_FORMS}; unpack archives and compressed files first"
 
 

@@ -26,8 +26,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import find_model_folder, holds_run, own_recipe
 from dino_ds.data.batches import started, worker_options
 from dino_ds.data.decode import MAX_PIXELS, load_image, open_image
+from dino_ds.data.image_values import find_misfits, look_at_values
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, evenly_spaced_indices, prepare_images
-from dino_ds.data.normalization import find_misfits, look_at_values
 from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source, recipe_images
 from dino_ds.engine import distributed
@@ -297,11 +297,12 @@ def crop_pct_of(model: str, side: int) -> float | None:
     or where its images are not on this machine or of the user's own source."""
     home = find_model_folder(model)
     try:
-        data = recorded_recipe(home.folder / "config.yaml").data if home.is_run else None
-        if data is None or ":" in f"{data.source} {data.place}":
+        recipe = recorded_recipe(home.folder / "config.yaml") if home.is_run else None
+        if recipe is None or ":" in f"{recipe.data.source} {recipe.data.place}":
             return None
-        source = find_images(model, None, None)
-        images = [open_image(source, i, MAX_PIXELS) for i in evenly_spaced_indices(len(source), _LOOKED_AT)]
+        source, channels = find_images(model, None, None), recipe.model.in_chans
+        some = evenly_spaced_indices(len(source), _LOOKED_AT)
+        images = [open_image(source, i, MAX_PIXELS, channels=channels) for i in some]
     except (UserError, UnreadableImage, OSError):
         return None
     uncut = sum(min(image.width, image.height) <= side for image in images)

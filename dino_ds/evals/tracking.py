@@ -57,6 +57,10 @@ def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
+_ALL_RIGHT = 100.0
+"""An accuracy, percent, that can't be bettered."""
+
+
 @dataclass
 class Best:
     """The best value of `metric` so far, its `step`, and the value at the start of the run.
@@ -117,7 +121,9 @@ class Best:
             self.start, self.start_step = value, step
         if due:
             self._count(value)
-        better = math.isfinite(value) and (self.value is None or self._gain(value, self.value) > 0)
+        gain = math.inf if self.value is None else self._gain(value, self.value)
+        # As good as the start, with training: the later teacher.
+        better = math.isfinite(value) and (gain > 0 or (gain == 0 and self.step == self.start_step))
         if better:
             self.value, self.step = value, step
         return better
@@ -153,10 +159,12 @@ class Best:
         began, now = self.start, self.newest
         if began is not None and now is not None and self.seen != self.start_step and self._gain(now, began) <= 0:
             best = "the start" if self.step == self.start_step else f"step {self.step}"
-            lines.append(
-                f"warning  training has ended no better than the weights that it began with ({self.metric} "
+            worse = (
+                f"training has ended no better than the weights that it began with ({self.metric} "
                 f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             )
+            solved = f"whether it has learned can't be told: {self.metric} was 100 before training"
+            lines.append(f"warning  {solved if began == now == _ALL_RIGHT else worse}")
         return lines
 
     @staticmethod

@@ -388,6 +388,8 @@ def _unknown(command: Command, name: str) -> str:
         return "options begin with two dashes"
     ds = [f"ds.{key}" for key in key_names()] if command.takes_ds else []
     near = suggestion([f"--{option}" for option in nearest(name, [*command.known_options, "help", *ds])])
+    if not near and "." in name and name in TRAIN.known_options:
+        return f"an option of dino-ds train; dino-ds {command.name} goes by the images or the model: leave it out"
     return f"unknown option.{near or f' dino-ds {command.name} --help lists them'}"
 
 

@@ -6,36 +6,28 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import textwrap
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from dino_ds.basics.formatting import range_text
 from dino_ds.basics.machine import has_accelerator_files
 from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import named_values
 from dino_ds.config.sections import fitting_sizes
-from dino_ds.data.decode import open_image
-from dino_ds.data.images import Source, UnreadableImage, prepare_images
 from dino_ds.data.root import check_split, test_folder
-from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
+from dino_ds.planning.image_facts import look_at
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
 """Arguments of `embed` for released weights whose features are worth a look before any training."""
-_SECONDS, _LEAST_SAMPLE = 3.0, 20
-"""Seconds after which no more images are read, once there are _LEAST_SAMPLE."""
 _WIDTH = 120
 _MANY_IMAGES = 1_000_000
 """Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
@@ -67,7 +59,7 @@ def run(options: AdviseOptions) -> Result:
         if options.root is None:
             raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
         check_split(options.root)
-    images = _look_at(build_source(options.source, options.root, "train", False), options.sample)
+    images = look_at(build_source(options.source, options.root, "train", False), options.sample)
     gpus = _count_gpus() if options.gpus is None else options.gpus
     facts = Situation(images["images"], images["side"]["median"], images["channels"], gpus)
     if facts.images < LEAST_IMAGES:
@@ -89,8 +81,11 @@ def run(options: AdviseOptions) -> Result:
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    shared = {key: text for key, text in flags.items() if key.startswith(("eval.", "data.max_bad_fraction"))}
-    result["ways"] = [_way(way, result["command"], options, shared) for way in ways(facts)]
+    of_all = ("eval.", "data.max_bad_fraction", "data.value_range")
+    shared = {key: text for key, text in flags.items() if key.startswith(of_all)}
+    # `embed` by released weights refuses values whose black and white nobody says.
+    runnable = [way for way in ways(facts) if not images["unknown_range"] or way.words[:1] != ("embed",)]
+    result["ways"] = [_way(way, result["command"], options, shared) for way in runnable]
     return Result(result, _page(result, options.root or options.source))
 
 
@@ -103,43 +98,6 @@ def _count_gpus() -> int:
     return len(find_gpus())
 
 
-def _look_at(source: Source, sample: int) -> dict[str, Any]:
-    """Return facts about the source and at most `sample` random images. Raises DataError if none can be read."""
-    print(
-        f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
-    )
-    most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
-    sides, channels, types, stacks = list[int](), Counter[int](), set[str](), list[str]()
-    unreadable, looked_at = list[str](), 0
-    chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
-    prepare_images(source, chosen[:_LEAST_SAMPLE])
-    for index in chosen:
-        looked_at += 1
-        try:
-            image = open_image(source, index, most)
-            types.add(image.values().dtype.name)
-        except UnreadableImage as error:
-            unreadable.append(str(error))
-        else:
-            sides.append(min(image.width, image.height))
-            channels[image.channels] += 1
-            stacks += [source.name(index)] if getattr(image, "pages", 1) == 3 else []
-        if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
-            break
-    if not sides:
-        raise DataError(f"none of the {looked_at} images looked at can be read, such as {unreadable[0]}")
-    return {
-        "images": len(source),
-        "looked_at": looked_at,
-        "unreadable": len(unreadable),
-        "classes": None if source.classes is None else len(source.classes),
-        "channels": channels.most_common(1)[0][0],
-        "types": sorted(types),
-        "notes": [*getattr(source, "notes", ()), *note_stacks(stacks)],
-        "side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)},
-    }
-
-
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
     for k-NN, unless a folder of test images is beside them. Where more of the `images` that were looked at are
@@ -148,8 +106,10 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], image
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
     flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if (images["classes"] or 0) > 1 else {}
-    if (share := images["unreadable"] / images["looked_at"]) > Recipe().data.max_bad_fraction:
+    if (share := images["unreadable"]["count"] / images["looked_at"]) > Recipe().data.max_bad_fraction:
         flags["data.max_bad_fraction"] = f"{min(1.0, math.ceil(200 * share) / 100):g}"
+    if images["unknown_range"]:
+        flags["data.value_range"] = range_text(images["unknown_range"])
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
@@ -169,7 +129,7 @@ def _way(way: Way, advised: str, options: AdviseOptions, shared: Mapping[str, st
 def _notes(
     facts: Situation, images: Mapping[str, Any], options: AdviseOptions, flags: Mapping[str, str]
 ) -> Iterator[str]:
-    if facts.has_color and not facts.is_tiny:
+    if facts.has_color and not facts.is_tiny and not images["unknown_range"]:
         yield (
             f"first, without training (DINOv2's model card: good features out of the box)\n  dino-ds {_embed(options)}"
         )
@@ -179,14 +139,23 @@ def _notes(
     seen.pop("data.max_bad_fraction", None)
     shown = {"config": facts.recipe, **seen}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
-    if images["unreadable"]:
-        share = images["unreadable"] / images["looked_at"]
+    if count := images["unreadable"]["count"]:
+        share, first = count / images["looked_at"], images["unreadable"]["first"]
         allowed = flags.get("data.max_bad_fraction")
         effect = f"more than a run allows: the commands allow {float(allowed):.0%}" if allowed else "and are skipped"
-        yield f"{share:.1%} of the images can't be read, {effect}; which ones: {look}"
+        yield (
+            f"{share:.1%} of the images can't be read as {_channels(images)}, such as {first}, {effect}; all of them: "
+            f"{look}"
+        )
+    if images["unknown_range"]:
+        yield (
+            f"which {' and '.join(images['types'])} values are black and white is not known: the command has the "
+            "lowest and highest of images looked at, and skips images beyond: widen --data.value_range where there are"
+        )
     if images["types"] != ["uint8"] or not facts.has_color:
-        values = f"{facts.channels} channel(s) of {', '.join(images['types'])}"
-        yield f"{values}: the run finds their range and mean, which this shows\n  {look}"
+        finds = f"the run finds their {'mean' if images['unknown_range'] else 'range and mean'}"
+        yield f"{_channels(images)} of {', '.join(images['types'])}: {finds}, as this does\n  {look}"
+        yield "augmentation as of photographs; microscopes', satellites' and X-rays': docs/augmentation.md"
     yield "if it does not learn: docs/your-data.md"
 
 
@@ -200,6 +169,10 @@ def _images(options: AdviseOptions, section: str) -> str:
     return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
 
+def _channels(images: Mapping[str, Any]) -> str:
+    return "gray" if images["gray"] else f"{images['channels']} channels"
+
+
 def _page(result: Mapping[str, Any], images_of: str) -> str:
     """Format the advice as text of 120 columns; images_of: folder or source of the images."""
     images, side = result["found"], result["found"]["side"]
@@ -207,7 +180,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
     lines = [
         f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}",
         f"size     shorter side {side['min']:,} to {side['max']:,} px, {side['median']:,} in the median; "
-        f"{images['channels']} channel(s), {', '.join(images['types'])}",
+        f"{_channels(images)}, {', '.join(images['types'])}",
         f"GPUs     {result['gpus'] or 'none'}",
         "",
     ]

@@ -181,7 +181,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     figure = Figure(figsize=(_MAP, height))
     axes = figure.add_axes((0, bottom / height, 1, _MAP / height))
     figure.text(0.5, 1 - 0.2 / height, title, ha="center", fontsize=11, color=INK)
-    colors = colormaps["tab20"](range(_GROUPS))[:, :3]
+    colors = colormaps["tab20"]([*range(0, _GROUPS, 2), *range(1, _GROUPS, 2)])[:, :3]  # dark ones first, then light
     frames = [colors[names.index(group) % _GROUPS] for group in groups] if groups else [(0.6,) * 3] * len(points)
     axes.imshow(_scatter(points, thumbnails, frames))
     axes.axis("off")

@@ -149,7 +149,7 @@ def read_run(path: Path) -> RunFiles:
     run.state = _state(run)
     marks = dict[str, list[float]]()
     if resumed := events.resumed:
-        times = f" and {len(resumed) - 1} times before" if len(resumed) > 1 else ""
+        times = f", the last of {len(resumed)} times" if len(resumed) > 1 else ""
         marks[f"resumed at step {resumed[-1]:,}{times}"] = [*map(float, resumed)]
     if origin := Origin.read(path):
         before = curves_before(origin)

@@ -280,7 +280,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     run was built."""
     recipe, config, device, data = folder.recipe, folder.config, run.step.engine.device, folder.recipe.data
     steps, batch = run.step.schedules.steps, data.global_batch
-    own_steps = steps - _first_step(folder)
+    own_steps = run.options.last_step - _first_step(folder)
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given_batch)
     shown = list(_summary(run, folder, chosen, request))

@@ -314,6 +314,8 @@ class Reports:
         images = run.options.last_step * run.options.global_batch // 4
         is_whole = self._began[1] == 0 and run.options.last_step == run.step.schedules.steps
         shorter = f'; a quarter of it: a new run with --length "{images} images"' if is_whole else ""
+        if shorter and run.step.schedules.warmup_steps * run.options.global_batch > images:
+            shorter += ' --optimizer.warmup "10 %"'
         if left > 60:
             self._log.info(f"time     about {_duration(left)} left{shorter}")
 

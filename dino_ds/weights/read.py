@@ -320,7 +320,7 @@ def _read_folder(folder: Path) -> Content:
     if file is None:
         raise CheckpointError(
             f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]}); give one of them, "
-            "or a file of weights"
+            "or a file of weights; a folder of images goes to --root"
         )
     if file.suffix != ".json":
         return read_file(file)

@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -18,10 +19,11 @@ from pyarrow import parquet
 from sklearn.cluster import KMeans
 
 import dino_ds
-from dino_ds.commands import embed
+from dino_ds.commands import embed, find
 from dino_ds.commands.curate import _train, check
-from dino_ds.commands.find import _heading
+from dino_ds.commands.find import Embedded, _heading
 from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.data.root import open_files
 from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
@@ -132,6 +134,18 @@ def place(tmp_path_factory):
 def _gray_patches(images):
     """(b, 64), in place of what random weights say, to whom all images are alike."""
     return torch.nn.functional.adaptive_avg_pool2d(images.mean(dim=1, keepdim=True), 8).flatten(1)
+
+
+def test_images_of_other_channels_have_a_size_and_their_sheet_says_which_it_shows(tmp_path, monkeypatch):
+    np.save(tmp_path / "0.npy", np.zeros((4, 30, 50), np.uint16))
+    embedded = object.__new__(Embedded)
+    source, about = open_files(str(tmp_path)), {"normalization": {"mean": (0.0,) * 4, "std": (1.0,) * 4}}
+    vars(embedded).update(source=source, about=about)
+    assert embedded.side(0) == 50
+    monkeypatch.setattr(Embedded, "_picture", lambda *_: np.zeros((8, 8, 3)))
+    monkeypatch.setattr(find, "Sheet", sheet := Mock(wraps=find.Sheet))
+    embedded.sheet([[(0, "query")] * 21])
+    assert sheet.call_args.kwargs["heading"] == "the first 3 of 4 channels, stretched"
 
 
 @pytest.mark.parametrize("duplicates", [0.95, "auto"])

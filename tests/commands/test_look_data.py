@@ -157,6 +157,15 @@ def test_files_beyond_the_range_or_of_other_channels_are_those_that_training_ski
     assert "1 of 4 images looked at that are deeper than 8 bits use less than 1% of data.value_range 0,4095" in said
 
 
+def test_files_that_are_unreadable_for_one_reason_share_a_line(tmp_path):
+    Image.new("RGB", (40, 50)).save(tmp_path / "image.png")
+    for number in range(5):
+        (tmp_path / f"{number}.jpg").write_bytes(b"")
+    said = report(look(tmp_path, tmp_path, images=1))
+    assert "/1.jpg" in said and f"{tmp_path}/2.jpg and 2 more (empty file)\n" in said
+    assert said.count("empty file") == 1 and "--json names all files" in said
+
+
 def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
     (tmp_path / "images").mkdir()
     shades = (np.random.default_rng(0).random((3, 40, 50, 3)) * (250, 120, 60)).astype(np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -250,6 +251,8 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
         ("bench stp", "'bench' is not a command: dino-ds --help lists them. Did you mean bench step, bench ladder, "),
         ("look x", "'look' is not a command: dino-ds --help lists them. Did you mean look-data?"),
         ("--config x", "'--config' is not a command"),
+        ("advise x --model.in_chans 4", "--model.in_chans: an option of dino-ds train; dino-ds advise goes by the"),
+        ("shard --ds.fp16.enabled true", "--ds.fp16.enabled: unknown option."),
         ("shard --root a", "no out is given: dino-ds shard --root X --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value; as images (--root) it does not exist"),
         ("look-data ims", "unexpected 'ims': options are written --key value; as images (--data.root) it does not"),
@@ -296,6 +299,22 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
     assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
     lines = errors("train", "--data.root", "/x", "--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json")
     assert len(lines) == 3
+
+
+def test_where_an_export_goes_and_images_lie_is_looked_at_before_torch_is_loaded(
+    monkeypatch, errors: Callable[..., list[str]]
+):
+    monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
+    (line,) = errors("embed", "a", "--root", "/no/images", "--out", "b.npy")
+    assert line.startswith("/no/images does not exist")
+    (line,) = errors("export", "a", "--format", "onnx", "--out", "b")
+    assert line == "--out b does not end in .onnx, as such files must: rename it"
+    if not importlib.util.find_spec("onnxscript"):
+        assert errors("export", "a", "--format", "onnx") == ["onnxscript is not installed: pip install 'dino_ds[onnx]'"]
+    (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
+    assert line == "--out b does not end in .safetensors, as such files must: rename it"
+    (line,) = errors("export", "a", "--format", "timm", "--out", str(ROOT))
+    assert line == f"{ROOT} is there already: remove it, or name another with --out"
 
 
 @pytest.mark.parametrize(
@@ -464,7 +483,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --config quickstart --data.source photos --data.root imgs", 2, "say --data.source folder"),
         ("train --resume --run_dir nope", 3, "nothing to resume: nope holds no run"),
         ("train --data.root imgs.zip", 2, "unpack archives"),
-        ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
+        ("train --data.root imgs/cats/1.jpg", 2, "that it is in, imgs/cats"),
         ("train --data.root labels.csv", 2, "a .txt list of paths"),
         ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
         ("train --data.root https://huggingface.co/datasets/o/n/tree/main", 2, "hf download o/n --repo-type dataset"),

@@ -69,6 +69,18 @@ def test_missing_folder_names_the_nearest(tmp_path):
         read(tmp_path / "zzz/zzz")
     with pytest.raises(DataError, match=r"one.png is a single image: give the folder"):
         read(save(tmp_path / "one.png"))
+    np.save(tmp_path / "features.npy", np.zeros((3, 4)))
+    (tmp_path / "features.npy.json").write_text("{}")
+    with pytest.raises(DataError, match=r"features.npy is a file of features: give the folder of the images"):
+        read(tmp_path / "features.npy")
+
+
+def test_the_folder_of_a_run_is_no_folder_of_images(tmp_path):
+    save(tmp_path / "pictures/map.png")
+    read(tmp_path)
+    (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
+    with pytest.raises(DataError, match="is the folder of a run: give the folder of the images"):
+        read(tmp_path)
 
 
 def test_folder_without_images_says_what_was_looked_at(tmp_path):

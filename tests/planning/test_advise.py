@@ -23,7 +23,7 @@ from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning import advise as advise_command
+from dino_ds.planning import image_facts
 from dino_ds.planning.advise import (
     Situation,
     advise,
@@ -39,7 +39,7 @@ from tests.run.harness import REPOSITORY, image_folder
 
 
 def _advise(capsys, *words):
-    main(["advise", *words, "--sample", "20", "--json"])
+    main(["advise", *words, *([] if "--sample" in words else ["--sample", "20"]), "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -154,11 +154,47 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     main(["advise", str(tmp_path), "--json"])
     result = json.loads(capsys.readouterr().out)
     notes, commands = result["notes"], [result["command"], *(way["command"] for way in result["ways"])]
-    assert "30.0% of the images can't be read, more than a run allows: the commands allow 60%" in " ".join(notes)
+    assert "30.0% of the images can't be read as 3 channels, such as " in " ".join(notes)
+    assert ", more than a run allows: the commands allow 60%; all of them: " in " ".join(notes)
     assert all("embed" in command or "--data.max_bad_fraction 0.6" in command for command in commands)
     (deep,) = [note for note in notes if "uint16, uint8" in note]
     assert "data.max_bad_fraction" not in deep
     assert deep.splitlines()[-1].startswith("  dino-ds look-data --config ") and f"--data.root {tmp_path}" in deep
+
+
+def test_images_of_a_microscope_are_read_with_their_channels_as_the_run_reads_them(tmp_path, capsys):
+    """Half of the files have a page a channel, as ImageJ writes them, half have planes of one page."""
+    tifffile = pytest.importorskip("tifffile")
+    image = np.arange(4 * 40 * 40, dtype=np.uint16).reshape(4, 40, 40) % 4096
+    for number in range(100):
+        how = {"imagej": True} if number % 2 else {"photometric": "minisblack", "planarconfig": "separate"}
+        tifffile.imwrite(tmp_path / f"{number:03d}.tif", image, **how, metadata={"axes": "CYX"})
+    found = _advise(capsys, str(tmp_path))
+    assert _accepted(found["command"]).model.in_chans == 4 and found["found"]["unreadable"]["count"] == 0
+    for number in range(5):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number:03d}.tif")
+    main(["advise", str(tmp_path)])
+    page = capsys.readouterr().out
+    assert (
+        "docs/augmentation.md" in page
+        and "4 channels, uint16" in page
+        and "5.0% of the images can't be read as 4 channels, such as " in page
+    )
+    assert ".tif (3 channels, 4 are wanted), more than a run allows: the commands allow 10%" in page
+
+
+def test_signed_values_get_a_range_in_every_command_that_trains_and_no_other_command(tmp_path, capsys):
+    image_folder(tmp_path, 100)
+    for number, file in enumerate(sorted(tmp_path.rglob("*.png"))):
+        np.save(file.with_suffix(".npy"), np.full((64, 64), 10 * number - 500, np.int16))
+        file.unlink()
+    found = _advise(capsys, str(tmp_path), "--sample", "100")
+    commands = [found["command"], *(way["command"] for way in found["ways"])]
+    assert len(commands) == 4 and {_accepted(command).data.value_range for command in commands} == {(-500.0, 490.0)}
+    main(["advise", str(tmp_path), "--sample", "100"])
+    page = capsys.readouterr().out
+    assert "gray, int16" in page and "which int16 values are black and white is not known" in page
+    assert "dino-ds embed" not in page
 
 
 @pytest.mark.slow
@@ -170,15 +206,15 @@ def test_advise_does_not_wait_for_torch():
 
 
 def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
-    monkeypatch.setattr(advise_command, "open_image", lambda *_: time.sleep(0.01) or Image.new("RGB", (50, 50)))
-    monkeypatch.setattr(advise_command, "_SECONDS", 0.05)
+    monkeypatch.setattr(image_facts, "open_image", lambda *_, **how: time.sleep(0.01) or Image.new("RGB", (50, 50)))
+    monkeypatch.setattr(image_facts, "_SECONDS", 0.05)
     monkeypatch.setattr(Image.Image, "values", lambda image: np.asarray(image), raising=False)
     monkeypatch.setattr(Image.Image, "channels", 3, raising=False)
 
     class Many(list):
-        classes = None
+        classes, name = None, str
 
-    assert advise_command._look_at(Many(range(1000)), 500)["looked_at"] == 20
+    assert image_facts.look_at(Many(range(1000)), 500)["looked_at"] == 20
 
 
 @pytest.mark.parametrize(

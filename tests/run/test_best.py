@@ -240,6 +240,12 @@ def test_less_is_better_of_a_loss_and_nothing_of_what_is_not_a_number():
     assert (best.step, best.stalled, best.finished) == (2, 1, "")
 
 
+def test_as_good_as_the_start_is_the_trained_one_and_a_task_without_mistakes_tells_nothing():
+    best = Best("knn")
+    assert [best.see(i, 100.0, True, i == 0) for i in range(3)] == [True, True, False] and best.step == 1
+    assert best.lines(1)[1:] == ["warning  whether it has learned can't be told: knn was 100 before training"]
+
+
 FROM_FEATURES = [name for name in EVALUATIONS if name not in BENCHMARKS]
 K = 5
 

@@ -89,6 +89,12 @@ def test_held_out_images_are_test_images_and_never_trained_on(starts):
     assert runner._names == () and "no k-NN on the held-out images: " in runner._notes[0] and runner.held_out
 
 
+def test_a_run_that_ends_early_is_not_warned_of_what_its_length_would_show(tmp_path):
+    images, changes = image_folder(tmp_path / "images", 10), {**TINY, "eval.every": "0 steps", "length": "20000 steps"}
+    assert run_on_ranks(train_tiny, images, tmp_path / "run", max_steps=1, changes=changes, world=1) == [None]
+    assert "10 images are few" in (log := log_of(tmp_path / "run")) and "LightlyTrain advises" not in log
+
+
 def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
@@ -102,9 +108,9 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
 
 
 def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypatch):
-    def said(first: int, last: int) -> list[str]:
+    def said(first: int, last: int, warmup: int = 0) -> list[str]:
         lines, now = [], [0.0]
-        step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last))
+        step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last, warmup_steps=warmup))
         options = SimpleNamespace(last_step=last, global_batch=8)
         monkeypatch.setattr(reports.time, "monotonic", lambda: now[0])
         of_run = object.__new__(reports.Reports)
@@ -116,5 +122,6 @@ def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypat
         return lines
 
     assert said(0, 206) == ['time     about 3.3 min left; a quarter of it: a new run with --length "412 images"']
+    assert said(0, 206, 60)[0].endswith('--length "412 images" --optimizer.warmup "10 %"')
     assert said(100, 306) == ["time     about 3.3 min left"]
     assert said(0, 60) == []

@@ -18,6 +18,7 @@ from torch import nn
 import dino_ds
 from dino_ds.commands.export import run as export
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.evals.features import crop_pct_of
 from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
@@ -263,6 +264,14 @@ def test_an_export_prepares_images_as_evaluations_do(tmp_path, side, longer, of_
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
         cosine = torch.cosine_similarity(*(model.features(pixels[None]) for pixels in (ours, theirs)))
         assert cosine.item() > 0.999
+
+
+def test_the_crop_of_images_with_a_page_a_channel_is_found(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    (tmp_path / "config.yaml").write_text(f"format: 1\nmodel: {{in_chans: 4}}\ndata: {{root: {tmp_path / 'images'}}}")
+    (tmp_path / "images").mkdir()
+    tifffile.imwrite(tmp_path / "images/0.tif", np.zeros((4, 40, 40), np.uint16), imagej=True)
+    assert (crop_pct_of(str(tmp_path), 32), crop_pct_of(str(tmp_path), 40)) == (0.875, 1)
 
 
 @pytest.mark.parametrize("change", [{}, {"image_mean": 0.5, "image_std": 0.25}], ids=str)
