@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         from dino_ds.commands.model import load
 
         return load
-    if name.startswith("_") or name in ("api", "errors"):
+    if name.startswith("_") or name == "api":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dino_ds import api
 

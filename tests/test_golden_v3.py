@@ -20,7 +20,7 @@ from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method import gram as gram
-from dino_ds.method.build import build_network, build_objective, build_schedules, build_teacher, build_teachers
+from dino_ds.method.build import build_by_spec, build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.dino import DinoTerm, SinkhornKnopp
 from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.networks import TeacherParts, optimizer_options
@@ -106,7 +106,7 @@ def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective:
     place = "recorded", recipe.model.spec(), 32, "dino", backbone, {}
     found = FrozenSource(*place, Normalization.of(recipe), key="gram.teacher")
     if name == "distillation":
-        ema = build_teacher(teachers_of(recipe)[0], TeacherParts(recipe, config, engine, objective))
+        ema = build_by_spec(teachers_of(recipe)[0], TeacherParts(recipe, config, engine, objective))
         return Teachers({EMA: ema, FROZEN: Teacher(_frozen_network(objective))}, recipe.groups)
     with mock.patch.object(gram, "find_frozen", return_value=found):
         return build_teachers(recipe, config, engine, objective)

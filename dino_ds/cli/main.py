@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dino_ds import __version__, errors
+from dino_ds import __version__
 from dino_ds.basics.machine import check_ranks, has_accelerator_files, speaks_for_its_machine
 from dino_ds.basics.names import as_written, did_you_mean, suggestion, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import check_allowed
@@ -32,6 +32,16 @@ from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request, TrainOptions, check_may_begin, check_model_path, holds_run
+from dino_ds.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    ConfigError,
+    OutOfMemory,
+    UserError,
+    is_out_of_memory,
+    lines_for_people,
+    one_line,
+)
 from dino_ds.health.processes import RunLock, starters
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, code_of
@@ -49,7 +59,7 @@ def restored_process() -> Iterator[None]:
     try:
         adopt_ranks(os.environ)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise errors.ConfigError(
+            raise ConfigError(
                 "this process is one of several that a launcher has started: call this in one process, or give the "
                 "launcher the command in place of this program"
             )
@@ -122,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not words or {"-h", "--help"} & set(words) or words[0] == "help":
             asked = words[1:] if words[:1] == ["help"] else words
             if asked and not asked[0].startswith("-") and not any(name.split()[0] == asked[0] for name in COMMANDS):
-                raise errors.ConfigError(_no_command(asked))
+                raise ConfigError(_no_command(asked))
             print(help_text(asked))
         elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
@@ -149,25 +159,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         if speaks_for_its_machine(os.environ) and not isinstance(error, KeyboardInterrupt):
             from dino_ds.engine.process import tell_other_machines
 
-            tell_other_machines(errors.one_line(error))
+            tell_other_machines(one_line(error))
         _exit(code)
 
 
 def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
     """Print the line about an error; returns the exit code."""
-    if isinstance(error, errors.UserError):
+    if isinstance(error, UserError):
         _say_error(str(error), error.said_by_me, debug=debug)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         _say_error("interrupted", pause=False)
-        return errors.INTERRUPTED
-    if errors.is_out_of_memory(error):
+        return INTERRUPTED
+    if is_out_of_memory(error):
         _say_error(_memory_text(error), said_by_me=True)
-        return errors.OutOfMemory.exit_code
+        return OutOfMemory.exit_code
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) and error.filename:
-        path = errors.one_line(os.fsdecode(error.filename), 60)
+        path = one_line(os.fsdecode(error.filename), 60)
         _say_error(f"{path}: {(error.strerror or 'denied').lower()}; name another place", True, debug=debug)
-        return errors.ConfigError.exit_code
+        return ConfigError.exit_code
     _say_bug(error, run_dir, debug)
     return 1
 
@@ -191,7 +201,7 @@ def parse(words: list[str]) -> tuple[Command, Request]:
     """The command that `words` begin with, and what they ask of it. Raises ConfigError."""
     named = find_command(words)
     if named is None:
-        raise errors.ConfigError(_no_command(words))
+        raise ConfigError(_no_command(words))
     command, rest = named
     return command, parse_flags(command, rest)
 
@@ -280,7 +290,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
     first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
     if local_first if said_by_me is None else said_by_me:
-        for line in errors.lines_for_people(message, all_of_them=debug):
+        for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
         time.sleep(_SECONDS_FOR_RANK_0)
@@ -403,7 +413,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
         if int(environment.get(names[1], "1")) == 1:
             continue
         if "MASTER_ADDR" not in environment:
-            raise errors.ConfigError(
+            raise ConfigError(
                 f"{program} has started {environment[names[1]]} processes, and MASTER_ADDR is not set: "
                 "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
             )
@@ -428,7 +438,7 @@ def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any])
     check_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, ranks, not _surely_lacks_fp16())
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
         if name is not None and (answer := weights_elsewhere(name)):
-            raise errors.CheckpointError(f"{key} {name} does not exist; {answer}")
+            raise CheckpointError(f"{key} {name} does not exist; {answer}")
     # Ranks of other machines check later, with all ranks: if one failed here, the first machine would wait for it.
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
         _check_images(recipe, run_dir)
@@ -468,9 +478,9 @@ def check_torchvision() -> None:
     try:
         import torchvision  # noqa: F401
     except ModuleNotFoundError as error:
-        raise errors.ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
+        raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
     except (RuntimeError, ImportError, OSError) as error:
-        raise errors.ConfigError(
+        raise ConfigError(
             f"torch and torchvision do not load together ({' '.join(str(error).split())[:160]}): install builds that "
             "match, both from the same index"
         ) from None

@@ -206,7 +206,7 @@ _BUILDERS: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def _build(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts) -> Any:
+def build_by_spec(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts) -> Any:
     """The term of a spec, or its teacher on this process's device: by the method of its class, if a user's class has
     one, else by the builder of the nearest class from which it is derived. Every rank calls it. Raises ConfigError."""
     method = "build" if isinstance(spec, TermSpec) else "build_teacher"
@@ -297,7 +297,7 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
         if problems := spec.problems(recipe):
             raise ConfigError("\n".join(f"loss term {spec.name}: {problem}" for problem in problems))
     seed_generators(crop_seed(recipe.seed, 0, -1))  # a user's term may draw while it is built
-    terms: dict[str, Term] = {spec.name: _build(spec, parts) for spec in terms_of(recipe)}
+    terms: dict[str, Term] = {spec.name: build_by_spec(spec, parts) for spec in terms_of(recipe)}
     check_names(terms)
     objective = Objective(terms)
     check_needs(objective, recipe.groups, [teacher.name for teacher in teachers_of(recipe)])
@@ -314,7 +314,7 @@ def build_teachers(
     teachers: dict[str, Teacher] = {}
     for spec in teachers_of(recipe):
         parts = replace(parts, ema=teachers[EMA].network if teachers else None)
-        teachers[spec.name] = _build(spec, parts)
+        teachers[spec.name] = build_by_spec(spec, parts)
     return Teachers(teachers, recipe.groups, exported=EMA)
 
 

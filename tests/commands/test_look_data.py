@@ -90,7 +90,7 @@ def test_statistics_are_those_of_the_files(folder, looked):
 def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     recipe = recipe_for(folder, **{"data.augment": augment})
     source = build_source("folder", str(folder), "train", False)
-    rows = list(look_data._seen(source, recipe))
+    rows = list(look_data._sheet_rows(source, recipe))
     crops = MultiCrop(recipe.groups, recipe.crops.augment)
     prefetcher = DevicePrefetcher(
         Loader(source, crops, LoaderOptions(global_batch=7, micro_batch=7, augment=augment), Position()),
@@ -188,7 +188,7 @@ def test_hidden_patches_are_gray(folder):
     masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
     recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
     source = build_source("folder", str(folder), "train", False)
-    for plain, hidden in zip(*(look_data._seen(source, recipe) for recipe in recipes), strict=True):
+    for plain, hidden in zip(*(look_data._sheet_rows(source, recipe) for recipe in recipes), strict=True):
         for number, (a, b) in enumerate(zip(plain.crops, hidden.crops, strict=True)):
             changed = np.any(np.array(a) != np.array(b), axis=2)
             assert changed.any() == (number < 2)
