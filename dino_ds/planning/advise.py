@@ -68,7 +68,13 @@ def run(options: AdviseOptions) -> Result:
             raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
         check_split(options.root)
     images = _look_at(build_source(options.source, options.root, "train", False), options.sample)
-    gpus = _count_gpus() if options.gpus is None else options.gpus
+    gpus = options.gpus
+    if gpus is None:
+        gpus = 0
+        if has_accelerator_files():  # else torch, which takes seconds to load, need not be asked
+            from dino_ds.planning.measure import find_gpus
+
+            gpus = len(find_gpus())
     facts = Situation(images["images"], images["side"]["median"], images["channels"], gpus)
     if facts.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {facts.channels}: gather more images"
@@ -92,15 +98,6 @@ def run(options: AdviseOptions) -> Result:
     shared = {key: text for key, text in flags.items() if key.startswith(("eval.", "data.max_bad_fraction"))}
     result["ways"] = [_way(way, result["command"], options, shared) for way in ways(facts)]
     return Result(result, _page(result, options.root or options.source))
-
-
-def _count_gpus() -> int:
-    """Count this machine's GPUs; torch, which takes seconds to load, is only asked where there may be one."""
-    if not has_accelerator_files():
-        return 0
-    from dino_ds.planning.measure import find_gpus
-
-    return len(find_gpus())
 
 
 def _look_at(source: Source, sample: int) -> dict[str, Any]:
@@ -175,9 +172,8 @@ def _notes(
         )
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
-    seen = {key: text for key, text in flags.items() if key.startswith(("data.", "crops.", "model."))}
-    seen.pop("data.max_bad_fraction", None)
-    shown = {"config": facts.recipe, **seen}
+    about = ("data.source", "data.root", "crops.", "model.")
+    shown = {"config": facts.recipe, **{key: text for key, text in flags.items() if key.startswith(about)}}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
