@@ -135,9 +135,8 @@ def _notes(
         )
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
-    seen = {key: text for key, text in flags.items() if key.startswith(("data.", "crops.", "model."))}
-    seen.pop("data.max_bad_fraction", None)
-    shown = {"config": facts.recipe, **seen}
+    about = ("data.source", "data.root", "data.value_range", "crops.", "model.")
+    shown = {"config": facts.recipe, **{key: text for key, text in flags.items() if key.startswith(about)}}
     look = shlex.join(["dino-ds", "look-data", *(word for name in shown for word in (f"--{name}", shown[name]))])
     if count := images["unreadable"]["count"]:
         share, first = count / images["looked_at"], images["unreadable"]["first"]
