@@ -163,7 +163,7 @@ def find_features(features: str) -> tuple[Path, Path]:
     """The paths of a file of features and of its description. Raises ConfigError, and DataError if one is missing."""
     path = Path(os.path.expanduser(features))
     if path.suffix not in (".npy", ".parquet"):
-        made = f": dino-ds embed {path} --out features.npy makes one" if (path / "config.yaml").is_file() else ""
+        made = f": dino-ds embed {path} --out features.npy" if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"{path} is not .npy or .parquet: give a file of dino-ds embed{made}")
     beside = path.with_name(f"{path.name}.json")
     try:
