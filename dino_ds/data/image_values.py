@@ -1,4 +1,4 @@
-"""The values of images that are looked at before a run: types, extremes and means, and the value range that they show."""
+"""The values of images that are looked at before a run: types, extremes, means, and the value range that they show."""
 
 from __future__ import annotations
 
