@@ -160,8 +160,9 @@ def curve(domain: str, start: str, way: Mapping[str, str], images_seen: int) -> 
     return points
 
 
-def picture(curves: Mapping[str, Sequence[Point]]) -> Any:
-    """A matplotlib Figure: k-NN and ridge of each run less those of its start, over images seen."""
+def picture(curves: Mapping[str, Sequence[Sequence[float]]]) -> Any:
+    """A matplotlib Figure: k-NN and ridge of each run less those of its start, over images seen. Each curve's points
+    begin as a Point does."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
