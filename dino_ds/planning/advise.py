@@ -40,7 +40,7 @@ _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
 _CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
 _AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
 _CONTINUED = (
-    "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.8; this network kept its own"
+    "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.9; this network kept its own"
 )
 _TAUGHT = "k-NN 50.1 % of Tiny-ImageNet, by an eighth of the teacher's weights"
 _SCRATCH = "k-NN 36.7 % of Tiny-ImageNet after 50,000 images, 42.2 after 100,000"

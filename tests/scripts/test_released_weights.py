@@ -29,14 +29,15 @@ def test_a_taught_network_is_a_start_whose_ways_are_measured(tmp_path, capsys):
     for split, count in (("train", 24), ("test", 8)):
         image_folder(tmp_path / split, count, classes=2)
     torch.manual_seed(0)
-    teacher = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=0, patch_size=32, img_size=64, embed_dim=16, depth=1, num_heads=1
-    )
+    small = {"patch_size": 32, "img_size": 64, "embed_dim": 16, "depth": 1, "num_heads": 1}
+    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=0, **small)
     images = released_weights.read_images(str(tmp_path / "train"), 20)
     assert images.shape == (20, 3, 64, 64) and images.dtype == torch.uint8 and images.float().std() > 1
-    student = released_weights.teach(teacher, images, 64)
+    timm.models.save_for_hf(teacher, str(tmp_path / "teacher"), model_args=small, safe_serialization=True)
     start = str(tmp_path / "vit")
-    timm.models.save_for_hf(student, start, model_args=released_weights.STUDENT, safe_serialization=True)
+    words = [str(tmp_path / "teacher"), str(tmp_path / "train"), start, "--count", "20", "--images-seen", "64"]
+    released_weights.main(["teach", *words, "--depth", "3"])
+    assert len(timm.create_model(f"local-dir:{start}", pretrained=True).blocks) == 3
     way = "data.global_batch=8,eval.k=3,eval.every=2 steps,data.workers=0"
     ways = ["--way", way, "--way", f"{way},optimizer.lr=1e-30,optimizer.min_lr=0"]
     with unpredicted():
