@@ -430,7 +430,9 @@ def check_may_begin(run_dir: Path, resume: Resume) -> None:
         raise ConfigError(f"{run_dir} already holds a run; add {how}, or give another --run_dir")
     if resume not in (False, "auto") and not there:
         raise nothing_to_resume(run_dir)
-    if resume is True and not holds_checkpoint(run_dir):
+    # Where it seems to have lost its checkpoints, what is known about them is said later.
+    had_one = (run_dir / "teacher.safetensors").exists() or (run_dir / "checkpoints").is_symlink()
+    if resume is True and not holds_checkpoint(run_dir) and not had_one:
         raise no_checkpoint(run_dir)
 
 
