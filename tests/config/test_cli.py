@@ -23,6 +23,7 @@ from dino_ds.cli.main import _surely_lacks_fp16, function_of
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
 from dino_ds.config.stages import TrainOptions
+from dino_ds.engine import process
 from dino_ds.engine.process import fp16_supported
 from dino_ds.errors import CheckpointError
 from dino_ds.models.specs.backbones import BACKBONES
@@ -50,6 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setitem(sys.modules, "dino_ds.train", stub)
     monkeypatch.setattr(cli, "check_torchvision", lambda: None)
     monkeypatch.setattr("dino_ds.cli.main.check_may_begin", lambda *_: None)  # the folders here hold no runs
+    monkeypatch.setattr(process, "tell_other_machines", lambda _: None)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return found

@@ -191,7 +191,7 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     words += [f"--model.init_from={source}", "--model.backbone=from_source", "--model.heads=3"]
     cli.main(words)
     assert seen[0].model.spec() == ModelSection(patch_size=8, width=192, depth=3, heads=3).spec()
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
     (tmp_path / "run/config.yaml").write_text(dump_recipe(seen[0]))
     source.unlink()
     cli.main([*words, "--resume"])
