@@ -1,4 +1,4 @@
-"""What a process knows without torch: its machine's memory, ports and sockets, and the variables of its launcher."""
+"""The machine's memory, ports, sockets and device files, and the environment variables of a rank, without torch."""
 
 from __future__ import annotations
 

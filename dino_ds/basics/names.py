@@ -90,11 +90,6 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
     return f"{path} does not exist: {folder.absolute()} has {there}."
 
 
-def export_ending(format: str) -> str:
-    """The ending of the name of an exported file, or of timm's folder."""
-    return "-timm" if format == "timm" else f".{format}"
-
-
 def sidecar_of(weights: Path) -> Path:
     """The JSON next to a file of weights: teacher.json for teacher.safetensors, but vit.pth.json for vit.pth."""
     return weights.with_suffix(".json") if weights.suffix == ".safetensors" else Path(f"{weights}.json")

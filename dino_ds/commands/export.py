@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dino_ds.basics.files import check_absent, left_over, why_not_writable
-from dino_ds.basics.names import export_ending, sidecar_of
+from dino_ds.basics.names import sidecar_of
 from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError
 from dino_ds.options.definition import ExportOptions, Result
@@ -22,7 +22,7 @@ def run(options: ExportOptions) -> Result:
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
 
-    path, write = check(options), FORMATS[options.format][0]
+    path, write = check(options), FORMATS[options.format]
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
     backbone.crop_pct = None if options.format == "safetensors" else crop_pct_of(options.model, backbone.image_size)
     how, notes = write(backbone, path), [*backbone.notes]
@@ -45,7 +45,8 @@ def run(options: ExportOptions) -> Result:
 def check(options: ExportOptions) -> Path:
     """Check packages, and the place of the export, which is returned; without torch, so that an error comes at once.
     Raises ConfigError."""
-    source, ending = Path(os.path.expanduser(options.model)), export_ending(options.format)
+    source = Path(os.path.expanduser(options.model))
+    ending = "-timm" if options.format == "timm" else f".{options.format}"  # of timm's folder, or of a file
     if options.out is not None:
         path = Path(os.path.expanduser(options.out))
     elif source.is_dir():

@@ -243,7 +243,7 @@ def run(options: FindOptions) -> Result:
 
 
 def _heading(sheet: Sequence[Sequence[object]], images: int) -> str:
-    """What the picture shows, and how much of the list."""
+    """The heading of the picture of neighbors: how much of the list `sheet` it shows, and of how many images."""
     lines, nearest = min(LINES, len(sheet)), max(map(len, sheet)) - 1
     asked = f"{lines} of {len(sheet)} images" if lines < len(sheet) else f"{lines} image{'s' * (lines > 1)}"
     few = f"{COLUMNS - 1} of the {nearest}" if nearest >= COLUMNS else f"the {nearest}"

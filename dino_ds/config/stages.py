@@ -1,5 +1,5 @@
-"""What a start asks for: the options of `train`; and the recipe of a run, of its resumes, and of a stage, which begins
-with another run: that run's recipe, changed by the stage. No torch.
+"""The options of `train`, and the recipe of a run, of its resumes, and of a stage, which begins with another run: that
+run's recipe, changed by the stage. No torch.
 
 Lengths and ramps that a stage sets count from the step at which the stage began; the others continue.
 """

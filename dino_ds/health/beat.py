@@ -1,5 +1,5 @@
-"""Where each rank is and how it ended: a page of shared memory by which a rank tells its monitor without
-a system call, and the files that the monitors write into RUN/heartbeats.
+"""The step, the phase and the end of each rank: a page of shared memory by which a rank tells its monitor without a
+system call, and the files that the monitors write into RUN/heartbeats.
 """
 
 from __future__ import annotations

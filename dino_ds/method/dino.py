@@ -93,7 +93,8 @@ def build_centering(spec: CenteringSpec, prototypes: int, device: torch.device) 
 
 
 def sums_of_rows(logits: Logits, temperature: float) -> Tensor:
-    """What an iteration of Sinkhorn-Knopp sums over this rank's rows, (2, k)."""
+    """The two sums of Sinkhorn-Knopp over this rank's rows, (2, k): the logarithms of the first iteration's sums of
+    exp(logits / temperature), and a later iteration's sums of the softmaxes."""
     tiles = _Tiles([logits], temperature)
     log_sums = _log_sums_of_rank(tiles)
     return torch.stack([log_sums, _sums(tiles, -log_sums)])

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.basics.files import replacing_folder
-from dino_ds.basics.names import export_ending
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.weights.load import Backbone
@@ -95,12 +94,12 @@ def export_onnx(model: Backbone, out: Path) -> str:
     return f"onnxruntime.InferenceSession({str(out)!r}).run(None, {{'images': images}})[0]"
 
 
-FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
-    "safetensors": (export_safetensors, export_ending("safetensors")),
-    "timm": (export_timm, export_ending("timm")),
-    "onnx": (export_onnx, export_ending("onnx")),
+FORMATS: dict[str, Callable[[Backbone, Path], str]] = {
+    "safetensors": export_safetensors,
+    "timm": export_timm,
+    "onnx": export_onnx,
 }
-"""Format -> function that writes it and returns the line that loads it; ending of its file's or folder's name."""
+"""Format -> function that writes it and returns the line that loads it."""
 
 
 def _like_timm(arch: ViTSpec) -> ViTSpec:

@@ -108,7 +108,7 @@ def place(tmp_path_factory):
     """Weights, 60 smooth images in two folders of which one has a name that is not UTF-8, 6 planted near-duplicates
     (crop, light, JPEG) and a broken file; and their features in two forms."""
     path, draws = tmp_path_factory.mktemp("curate"), np.random.default_rng(0)
-    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    FORMATS["safetensors"](_backbone(), path / "teacher.safetensors")
     folders = [os.fsencode(path) + b"/images/" + name for name in (b"caf\xe9", b"plain")]
     for folder in folders:
         os.makedirs(folder)
@@ -309,7 +309,7 @@ def test_options_that_say_nothing_are_refused_before_torch_is_loaded(options, sa
 def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(place, tmp_path):
     other = _backbone()
     next(other.network.parameters()).data.add_(1)
-    FORMATS["safetensors"][0](other, tmp_path / "other.safetensors")
+    FORMATS["safetensors"](other, tmp_path / "other.safetensors")
     find, image = dino_ds.find, place / "images/plain/07.png"
     cases = [
         (lambda: find(place / "npy.npy", [image], model=tmp_path / "other.safetensors"), r"weights differ.*give"),

@@ -39,7 +39,7 @@ IMAGES, BAD = 150, 70
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("embed")
-    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    FORMATS["safetensors"](_backbone(), path / "teacher.safetensors")
     image_folder(path / "images", IMAGES, 2)
     name = build_source("folder", str(path / "images"), "train", False).name(BAD)
     (path / "images" / name).write_bytes(b"broken")

@@ -37,7 +37,7 @@ LABELED = [name for name in EVALUATIONS if name not in BENCHMARKS]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("evaluate")
-    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    FORMATS["safetensors"](_backbone(), path / "teacher.safetensors")
     _tinted(path / "train", 24, seed=0)
     _tinted(path / "test", 9, seed=1)
     image_folder(path / "other", 8, 4)

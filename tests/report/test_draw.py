@@ -196,7 +196,7 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
 @pytest.fixture(scope="module")
 def pictured(tmp_path_factory):
     path = tmp_path_factory.mktemp("pictures")
-    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    FORMATS["safetensors"](_backbone(), path / "teacher.safetensors")
     image_folder(path / "images", 12, 3)
     (path / "images/class0/000.png").write_bytes(b"broken")
     return path

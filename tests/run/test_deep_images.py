@@ -67,8 +67,8 @@ def test_the_range_is_said_and_written(run):
 
 
 def test_the_teacher_takes_deep_images(run, tmp_path):
-    FORMATS["safetensors"][0](dino_ds.load(run), tmp_path / "copy.safetensors")
-    FORMATS["timm"][0](dino_ds.load(run), tmp_path / "timm")
+    FORMATS["safetensors"](dino_ds.load(run), tmp_path / "copy.safetensors")
+    FORMATS["timm"](dino_ds.load(run), tmp_path / "timm")
     deep = np.random.default_rng(0).integers(0, 4096, (50, 60), dtype=np.uint16)
     unit = np.repeat(deep.astype(np.float32)[:, :, None] / np.float32(4095), 3, axis=2)
     measured = dino_ds.load(run).normalization
@@ -100,7 +100,7 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path):
     result = evaluate.run(EvalOptions(model=str(run), **given))
     assert result.data["results"]["knn"]["results"] == pytest.approx(trained)
     # A model of 8-bit images gets a range for these, which is said.
-    FORMATS["safetensors"][0](_backbone(), tmp_path / "other.safetensors")
+    FORMATS["safetensors"](_backbone(), tmp_path / "other.safetensors")
     named = {"root": str(run.parent / "images"), "test_root": str(run.parent / "test")}
     result = evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
     assert "values 0 to 4095; data.value_range 0,4095" in "".join(result.notes)
@@ -171,7 +171,7 @@ def test_features_are_equal_wherever_they_come_from(bands_of, tmp_path):
     assert rows.shape == (16, 32)
     torch.testing.assert_close(rows[:3], expected, rtol=0, atol=1e-5)
     for form, name in (("safetensors", "copy.safetensors"), ("timm", "timm")):
-        FORMATS[form][0](model, tmp_path / name)
+        FORMATS[form](model, tmp_path / name)
         again = dino_ds.load(tmp_path / name)
         assert again.normalization == model.normalization
         torch.testing.assert_close(again.features(images), expected, rtol=0, atol=1e-5)
@@ -185,7 +185,7 @@ def test_images_are_prepared_by_the_run_s_mean_and_deviation(bands_of, tmp_path)
     pixels = model.preprocess(np.full((40, 48, 6), 1638, np.uint16))
     expected = (1638 / 4095 - np.array(MEAN)) / STD
     torch.testing.assert_close(pixels.mean((1, 2)), torch.tensor(expected).float(), rtol=0, atol=1e-4)
-    FORMATS["timm"][0](model, tmp_path / "timm")
+    FORMATS["timm"](model, tmp_path / "timm")
     config = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
     assert config["mean"] == list(MEAN) and config["std"] == list(STD)
 

@@ -43,7 +43,7 @@ def weights(tmp_path_factory):
     for channels, mean in {**SAID, "": None}.items():
         spec = _recipe(channels or 3).model.spec()
         about = {} if mean is None else {"mean": mean, "std": 0.125 if channels == 1 else [0.125] * channels}
-        FORMATS["safetensors"][0](Backbone(build_backbone(spec, 32), 32, "", about), folder / f"{channels}.safetensors")
+        FORMATS["safetensors"](Backbone(build_backbone(spec, 32), 32, "", about), folder / f"{channels}.safetensors")
     return folder
 
 

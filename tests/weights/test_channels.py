@@ -74,12 +74,12 @@ class Start:
 
     def write(self, folder, channels: int = 3) -> tuple[Any, str]:
         network = randomised(build_backbone(replace(self.spec, in_chans=channels), 32))
-        place = folder / f"x{FORMATS[self.form][1] if self.form != 'state' else '.pth'}"
+        place = folder / {"state": "x.pth", "timm": "x-timm"}.get(self.form, f"x.{self.form}")
         if self.form == "state":
             torch.save(network.state_dict(), place)
         else:
             about = {"mean": [0.4] * channels, "std": [0.2] * channels}
-            FORMATS[self.form][0](Backbone(network, 32, "here", about), place)
+            FORMATS[self.form](Backbone(network, 32, "here", about), place)
         return network, str(place)
 
 

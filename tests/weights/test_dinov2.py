@@ -285,7 +285,7 @@ def test_what_can_t_be_taken_is_said(tmp_path):
 @pytest.mark.parametrize("change", [{"rope": "both"}, {"rope_base": 1.0}, {"rope_max_period": 9.0}, {"rope": None}])
 def test_json_with_impossible_rotary_positions(change, tmp_path):
     model = _backbone("vit_small_patch16_dinov3")
-    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
+    FORMATS["safetensors"](model, tmp_path / "a.safetensors")
     about = read_sidecar(tmp_path / "a.safetensors")
     about["architecture"] |= change
     (tmp_path / "a.json").write_text(json.dumps(about))

@@ -50,9 +50,8 @@ def _model(spec: ForeignSpec) -> Backbone:
 
 
 def _exported(kind: str, form: str, tmp_path) -> tuple[Backbone, str]:
-    model, write = _model(SPECS[kind]), FORMATS[form]
-    place = tmp_path / f"x{write[1]}"
-    assert write[0](model, place)
+    model, place = _model(SPECS[kind]), tmp_path / f"x.{form}"
+    assert FORMATS[form](model, place)
     return model, str(place)
 
 
@@ -138,7 +137,7 @@ class TestWhatIsSaidBesideWeights:
     """JSON of unknown origin is data: at worst it is refused in one line."""
 
     def _refused(self, place, changes: dict, spec: ForeignSpec = RESNET, **fields: object) -> str:
-        FORMATS["safetensors"][0](_model(spec), place / "x.safetensors")
+        FORMATS["safetensors"](_model(spec), place / "x.safetensors")
         about = read_sidecar(place / "x.safetensors")
         about["architecture"] |= fields
         (place / "x.json").write_text(json.dumps(about | changes))

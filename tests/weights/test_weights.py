@@ -70,7 +70,7 @@ def test_timm_builds_the_exported_folder(name, size, tmp_path):
     for given in (images(size, size), images(40, 24)):
         torch.testing.assert_close(theirs(given), model.features(given), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(load(tmp_path / "out").features(images(size, size)), model.features(images(size, size)))
-    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
+    FORMATS["safetensors"](model, tmp_path / "a.safetensors")
     config = json.loads((tmp_path / "out/config.json").read_text())
     empty = timm.create_model(config["architecture"], num_classes=0, **config["model_args"]).eval()
     empty.load_state_dict(safetensors.torch.load_file(tmp_path / "a.safetensors"), strict=True)
@@ -109,7 +109,7 @@ def _read_back(model: Backbone, place) -> None:
         theirs, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values()), info
         found.append(theirs.eval()(pixel_values=given).pooler_output)
-    FORMATS["safetensors"][0](model, place / "a.safetensors")
+    FORMATS["safetensors"](model, place / "a.safetensors")
     found.append(load(place / "a.safetensors").features(given))
     about = json.loads((place / "a.json").read_text())
     if "timm_arguments" in about:  # else only dino_ds reads it, as the export says
@@ -154,7 +154,7 @@ def test_what_no_other_program_builds_is_refused_in_words(tmp_path):
 class TestNotebook:
     def test_a_run_folder_gives_features_patches_and_attention(self, tmp_path):
         model = _backbone(KINDS[2])
-        FORMATS["safetensors"][0](model, tmp_path / "teacher.safetensors")
+        FORMATS["safetensors"](model, tmp_path / "teacher.safetensors")
         loaded = dino_ds.load(tmp_path)
         given = images(40, 24)
         assert loaded.features(given).equal(model.features(given)) and loaded(given).equal(loaded.features(given))
@@ -187,7 +187,7 @@ class TestBadInput:
     def test_a_description_of_another_size_is_refused(self, tmp_path):
         model = _backbone()
         model.about["timm_arguments"] = {"img_size": 48}
-        FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
+        FORMATS["safetensors"](model, tmp_path / "a.safetensors")
         with pytest.raises(CheckpointError, match="the JSON beside the weights describes another network"):
             load(tmp_path / "a.safetensors")
 
@@ -221,7 +221,7 @@ def test_onnxruntime_computes_what_the_model_does(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model = _backbone()
-    FORMATS["onnx"][0](model, tmp_path / "model.onnx")
+    FORMATS["onnx"](model, tmp_path / "model.onnx")
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
     assert json.loads(session.get_modelmeta().custom_metadata_map["mean"]) == pytest.approx(model.normalization.mean)
     for count in (1, 5):
@@ -247,10 +247,10 @@ def test_an_export_prepares_images_as_evaluations_do(tmp_path, side, longer, of_
     for i, sides in enumerate([(side, side), (side, longer), (longer, side)]):
         (tmp_path / "images").mkdir(exist_ok=True)
         _image(*sides).save(tmp_path / f"images/{i}.png")
-    FORMATS["safetensors"][0](model, source)
+    FORMATS["safetensors"](model, source)
     if of_a_run:
         source = tmp_path / "run"
-        FORMATS["safetensors"][0](model, tmp_path / "run/teacher.safetensors")
+        FORMATS["safetensors"](model, tmp_path / "run/teacher.safetensors")
         (source / "config.yaml").write_text(f"format: 1\ndata: {{root: {tmp_path / 'images'}}}")
     page = export(ExportOptions(model=str(source), format="timm", out=str(tmp_path / "timm"))).page
     stated = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
@@ -315,7 +315,7 @@ def test_a_processor_without_statistics_is_noted(tmp_path):
 
 
 def test_an_export_replaces_nothing(tmp_path):
-    FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors")
+    FORMATS["safetensors"](_backbone(), tmp_path / "teacher.safetensors")
     (tmp_path / "mine.json").write_text("{}")
     for model, out, words in (
         (".", None, "is the file to export: copy it, or name another file with --out"),
