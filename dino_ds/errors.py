@@ -30,16 +30,12 @@ FORWARDED_SECONDS = 2.0
 _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""errno of an OSError for a full disk, or an exhausted quota."""
-_MOST_LINES, _MOST_CHARACTERS = 10, 1000
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError for a full disk, or an exhausted quota
 
 
 class UserError(Exception):
     """An error whose message says what was given, what is allowed and what to do. `exit_code` is the process's.
-
-    said_by_me: whether this rank prints the error; None: rank 0 does, unless `Failures.settle` decides otherwise.
-    """
+    said_by_me: whether this rank prints it; None: rank 0 does, unless `Failures.settle` decides otherwise."""
 
     exit_code = 2
 
@@ -126,13 +122,10 @@ def one_line(error: object, most: int = 160) -> str:
 
 
 def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:
-    """The lines of an error for a terminal: printable, of bounded length, at most ten unless `all_of_them`.
-
-    What a message quotes comes from files and may hold anything.
-    """
+    """The lines of an error for a terminal: printable, of bounded length, at most ten unless `all_of_them`. What a
+    message quotes comes from files and may hold anything."""
     lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in message.splitlines()]
-    half = _MOST_CHARACTERS // 2
-    lines = [line if len(line) <= 2 * half else f"{line[:half]} ... {line[-half:]}" for line in lines]
-    if all_of_them or len(lines) <= _MOST_LINES:
+    lines = [line if len(line) <= 1000 else f"{line[:500]} ... {line[-500:]}" for line in lines]
+    if all_of_them or len(lines) <= 10:
         return lines
-    return [*lines[: _MOST_LINES - 1], f"and {len(lines) - _MOST_LINES + 1} problems more; --debug shows all"]
+    return [*lines[:9], f"and {len(lines) - 9} problems more; --debug shows all"]

@@ -18,15 +18,12 @@ from typing import Any, BinaryIO
 
 from dino_ds.errors import CheckpointError, ConfigError
 
-FORMAT = 1
-"""The number under the key "format": a change of a file's content that this code could not read raises it."""
-_PACKAGE = Path(__file__).resolve().parents[1]
+FORMAT = 1  # the number under the key "format": a change of a file's content that this code could not read raises it
 MAX_BYTES = 1 << 18
 MAX_JSON_BYTES = 64 << 20
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
 """Most bytes of a file that a run may append to for years, and of one line of it."""
-_MOST_TEXT, _MOST_NAME = 4096, 255
-"""Most bytes of a path on Linux, and of a name in it."""
+_MOST_TEXT, _MOST_NAME = 4096, 255  # bytes of a path on Linux, and of a name in it
 
 
 def read_text(path: str, kind: str) -> str:
@@ -98,14 +95,10 @@ def unusable_text(text: str) -> str:
     """Why `text` cannot be a path, for a message; "" if it can. A URL must hold no password and no signature, as it is
     written into recipes, logs and checkpoints."""
     if is_url(text) and re.search(r"://[^/]*@|[?#]", text):
-        return (
-            f"an address of {text.partition(':')[0]}:// has a password, a query or a fragment (@ ? #), which would be "
-            "written into logs and checkpoints: leave it out; drivers find credentials by themselves"
-        )
-    start = f"{text[:40]!r}{'...' if len(text) > 40 else ''}"
-    try:
-        raw = text.encode()
-    except UnicodeEncodeError:
+        why = "which would be written into logs and checkpoints: leave it out; drivers find credentials by themselves"
+        return f"an address of {text.partition(':')[0]}:// has a password, a query or a fragment (@ ? #), {why}"
+    start, raw = f"{text[:40]!r}{'...' if len(text) > 40 else ''}", text.encode("utf-8", "surrogatepass")
+    if re.search("[\ud800-\udfff]", text):
         return f"{start} holds bytes that are not UTF-8: rename the file or folder"
     if b"\0" in raw:
         return f"{start} holds a NUL character"
@@ -124,9 +117,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 @contextmanager
 def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
     """Yield a temporary path for a file that then replaces `path`, or is removed after an error. Raises OSError.
-
-    Without `on_disk` the file is not synced: safe if the process dies, not if the machine does.
-    """
+    Without `on_disk` the file is not synced: safe if the process dies, not if the machine does."""
     temporary = path.with_name(f".{path.name[-200:]}.{secrets.token_hex(4)}.tmp")  # NAME.tmp may be the user's
     try:
         yield temporary
@@ -207,10 +198,8 @@ def is_gone(path: Path) -> bool:
     """Whether the path does not exist; False if the disk fails to answer."""
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 
@@ -253,11 +242,11 @@ def cache_folder() -> Path:
 
 def hash_code() -> str:
     """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*")):
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*")):
         if path.suffix in (".py", ".yaml", ".json"):
             content = path.read_bytes()
-            digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+            digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:12]
 
 

@@ -28,8 +28,7 @@ def duration(seconds: float | None) -> str:
     """Format a duration by its two largest units, such as "3 h 12 min"."""
     if seconds is None:
         return "–"
-    left = round(seconds)
-    parts: list[str] = []
+    left, parts = round(seconds), list[str]()
     for size, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
         count, left = divmod(left, size)
         if count or (name == "s" and not parts):
@@ -53,10 +52,9 @@ def range_text(values: Sequence[float]) -> str:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table with padded columns, all but the first aligned to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = []
-    for row in (header, *rows):
-        cells = [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(f"| {' | '.join(cells)} |")
     rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
-    lines.insert(1, f"| {' | '.join(rules)} |")
-    return "\n".join(lines)
+    table = [
+        [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        for row in (header, rules, *rows)
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)

@@ -24,10 +24,7 @@ _CONTAINERS = (
 )
 """Control groups of version 2 and 1: folder, files of the limit and of the memory in use, prefix of names in
 memory.stat."""
-_CACHES = ("inactive_file", "active_file")
-"""Names in memory.stat of cached file content, which the kernel frees when memory is needed."""
-_LONGEST_TMPDIR = 60
-"""Longest TMPDIR, in bytes, that leaves room for a socket's name: the whole path may have 107."""
+_LONGEST_TMPDIR = 60  # in bytes, which leaves room for a socket's name: the whole path may have 107
 _random = random.SystemRandom()  # a fixed seed would give two jobs of a machine the same port
 
 
@@ -40,9 +37,9 @@ def host_memory_gib() -> tuple[float, float]:
             limit = int(Path(folder, limit_file).read_text())
             total, free = min(total, limit), min(free, limit)
             stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-            cached = sum(int(stat.get(prefix + cache, 0)) for cache in _CACHES)
-            used = int(Path(folder, used_file).read_text()) - cached
-            free = max(0, min(free, limit - used))
+            # the kernel frees cached file content when memory is needed
+            cached = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
+            free = max(0, min(free, limit - int(Path(folder, used_file).read_text()) + cached))
     return total / 2**30, free / 2**30
 
 
@@ -53,10 +50,8 @@ def has_accelerator_files() -> bool:
 
 
 def resident_gib() -> float:
-    """Resident memory of this process and all its descendants, in GiB.
-
-    Pages of files and shared memory (code, batches, cached images) count only as far as this process has them.
-    """
+    """Resident memory of this process and all its descendants, in GiB; shared pages (code, batches, cached images)
+    count only as far as this process has them."""
     process, *children = own_processes()
     resident = process.memory_info().rss
     for process in children:
@@ -67,11 +62,8 @@ def resident_gib() -> float:
 
 
 def own_processes() -> list[psutil.Process]:
-    """This process and all its descendants.
-
-    Children are read from the kernel's own lists where it has them: psutil would look at every process of the machine,
-    thousands on a node with many cores.
-    """
+    """This process and all its descendants, by the kernel's own lists where it has them: psutil would look at every
+    process of the machine, thousands on a node with many cores."""
     processes, pids = list[psutil.Process](), [os.getpid()]
     if not os.path.exists(f"/proc/{pids[0]}/task/{pids[0]}/children"):
         return [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -95,33 +87,26 @@ def find_free_port() -> int:
 
 def shorten_socket_names() -> None:
     """Let this process and its children put their sockets into /tmp where TMPDIR is too long for a socket's name.
-
-    Raises ConfigError where /tmp can't be written to.
-    """
+    Raises ConfigError where /tmp can't be written to."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in config or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_TMPDIR:
         return
     try:
         config["tempdir"] = folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
     except OSError as error:
-        raise ConfigError(
-            f"TMPDIR {tempfile.gettempdir()} is too long for the sockets of other processes, and /tmp can't be written "
-            f"to ({error.strerror}): set a TMPDIR of at most {_LONGEST_TMPDIR} bytes, or --data.workers 0"
-        ) from None
+        why = f"is too long for the sockets of other processes, and /tmp can't be written to ({error.strerror})"
+        how = f"set a TMPDIR of at most {_LONGEST_TMPDIR} bytes, or --data.workers 0"
+        raise ConfigError(f"TMPDIR {tempfile.gettempdir()} {why}: {how}") from None
     util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_MOST_RANKS, _LAST_PORT = 10**6, 65535
-_RESOLVE_SECONDS = 20.0
-"""Time to wait for a name that a cluster makes known while its first machine starts."""
+_RESOLVE_SECONDS = 20.0  # a cluster makes its first machine's name known while that starts
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:
     """Raise ConfigError if the variables of a rank are missing, out of range, or name a machine that is not known.
-
-    Without RANK there is one process, which needs none of them.
-    """
+    Without RANK there is one process, which needs none of them."""
     variables = {name: environment[name] for name in _NEEDED if environment.get(name)}
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":
@@ -129,11 +114,23 @@ def check_ranks(environment: Mapping[str, str]) -> None:
         return
     if missing := [name for name in _NEEDED if name not in variables]:
         raise _wrong(f"RANK is {variables['RANK']!r} without {', '.join(missing)}")
-    ranks = _number("WORLD_SIZE", variables, 1, _MOST_RANKS)
+    ranks = _number("WORLD_SIZE", variables, 1, 10**6)
     _number("RANK", variables, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
     _number("LOCAL_RANK", variables, 0, ranks - 1)
-    _number("MASTER_PORT", variables, 1, _LAST_PORT)
-    _resolve(variables["MASTER_ADDR"])
+    _number("MASTER_PORT", variables, 1, 65535)
+    host, until = variables["MASTER_ADDR"], time.monotonic() + _RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= until:
+                unknown = (
+                    f"is not a machine known to {socket.gethostname()} ({getattr(error, 'strerror', None) or error})"
+                )
+                how = "give the name or address of the machine of rank 0 (deepspeed and torchrun: --master_addr)"
+                raise ConfigError(f"MASTER_ADDR {host!r} {unknown}: {how}") from None
+        time.sleep(1.0)
 
 
 def speaks_for_its_machine(environment: Mapping[str, str]) -> bool:
@@ -145,10 +142,8 @@ def speaks_for_its_machine(environment: Mapping[str, str]) -> bool:
 
 
 def _wrong(problem: str) -> ConfigError:
-    return ConfigError(
-        f"{problem}: start the ranks with deepspeed or torchrun, which set {', '.join(_NEEDED)}",
-        said_by_me=True,  # the other ranks may not know of it
-    )
+    how = f"start the ranks with deepspeed or torchrun, which set {', '.join(_NEEDED)}"
+    return ConfigError(f"{problem}: {how}", said_by_me=True)  # the other ranks may not know of it
 
 
 def _number(name: str, variables: Mapping[str, str], low: int, high: int, of: str = "") -> int:
@@ -156,19 +151,3 @@ def _number(name: str, variables: Mapping[str, str], low: int, high: int, of: st
     if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
         return int(text)
     raise _wrong(f"{name} is {text!r}, and must be a whole number, {low} to {high}{of}")
-
-
-def _resolve(host: str) -> None:
-    until = time.monotonic() + _RESOLVE_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() >= until:
-                reason = getattr(error, "strerror", None) or error
-                raise ConfigError(
-                    f"MASTER_ADDR {host!r} is not a machine known to {socket.gethostname()} ({reason}): give the name "
-                    "or address of the machine of rank 0 (deepspeed and torchrun: --master_addr)"
-                ) from None
-        time.sleep(1.0)

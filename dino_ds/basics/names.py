@@ -1,6 +1,4 @@
-"""Text about names, for messages: the nearest to a mistyped one, values as YAML has them, missing files, weights on a
-hub.
-"""
+"""Text about names, for messages: the nearest to a mistyped one, values as YAML has them, missing files, weights."""
 
 from __future__ import annotations
 
@@ -15,13 +13,8 @@ SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b
 """Letters of a ViT's size -> the size in timm's names."""
 MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
 """The ways to name a model."""
-BEST_TEACHER = "best_teacher.safetensors"
-"""The file in a run folder with the teacher that was the best by one metric."""
+BEST_TEACHER = "best_teacher.safetensors"  # the file in a run folder with the teacher that was the best by one metric
 _MOST_QUOTED = 100
-_LEAST_LIKENESS = 0.7
-"""Least likeness, 0 to 1, of a name that is suggested for a mistyped one."""
-MOST_PROBLEMS = 100
-"""Most problems reported for one file: finding the nearest names for more takes too long, and nobody reads them."""
 
 
 @functools.cache
@@ -74,7 +67,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         )
         for other in known
     }
-    least = max(_LEAST_LIKENESS, max(scores.values(), default=0.0) - 0.08)
+    least = max(0.7, max(scores.values(), default=0.0) - 0.08)
     return sorted((other for other, score in scores.items() if score >= least), key=lambda other: -scores[other])[:3]
 
 
@@ -117,14 +110,12 @@ def weights_elsewhere(text: str) -> str | None:
     known = _timm_name(repository or text)
     if repository is None:
         return f"that is torch.hub's name: timm has these weights as {known}" if known else None
+    of_timm = f"that is a name of the Hugging Face Hub: timm has these weights as {known}; or"
     fetch = f"hf download {repository} --local-dir DIR, then give DIR"
-    if known:
-        return f"that is a name of the Hugging Face Hub: timm has these weights as {known}; or {fetch}"
-    return f"if {repository} is on the Hugging Face Hub: {fetch}"
+    return f"{of_timm if known else f'if {repository} is on the Hugging Face Hub:'} {fetch}"
 
 
 def _timm_name(name: str) -> str | None:
-    """timm's name for the released weights that the Hub (OWNER/NAME) or torch.hub calls `name`."""
     owner, _, model = name.rpartition("/")
     if owner == "timm":
         return model
@@ -150,8 +141,6 @@ def advise_saved(folder: str) -> str:
     if not has_splits and not (has_state and next(saved.glob("*.arrow"), None)):
         return ""
     saved = saved / "SPLIT" if has_splits else saved
-    return (
-        "was written by save_to_disk of Hugging Face's datasets, whose Arrow files are not read: type python -c "
-        f"\"import datasets; datasets.load_from_disk({str(saved)!r}).to_parquet('images.parquet')\", then give "
-        "images.parquet"
-    )
+    convert = f"import datasets; datasets.load_from_disk({str(saved)!r}).to_parquet('images.parquet')"
+    why = "was written by save_to_disk of Hugging Face's datasets, whose Arrow files are not read"
+    return f'{why}: type python -c "{convert}", then give images.parquet'

@@ -1,7 +1,5 @@
-"""Imports the user's classes and functions that a recipe names, and reports if their code changes torch's dtype.
-
-Only what the user has typed is imported: a file that is read may name any module of the current folder.
-"""
+"""Imports the user's classes and functions that a recipe names, and reports if their code changes torch's dtype. Only
+what the user has typed is imported: a file that is read may name any module of the current folder."""
 
 from __future__ import annotations
 
@@ -49,20 +47,17 @@ def check_allowed(key: str, path: str) -> None:
 
 
 def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
-    """Import the object that `path` names as MODULE:NAME, from Python's path or the current folder.
-
-    key: the recipe's key with this path; kind: words for the objects that `is_kind` accepts: no others are ever called.
-    Raises ConfigError, also for a path that only a file names.
-    """
+    """Import the object that `path` names as MODULE:NAME, from Python's path or the current folder. key: the recipe's
+    key with this path; kind: words for the objects that `is_kind` accepts: no others are ever called. Raises
+    ConfigError, also for a path that only a file names."""
     check_allowed(key, path)
     module_name, _, name = path.partition(":")
     # The main program may define the object; a source only in a script, which loader processes import.
     is_script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
     if module_name == "__main__" and key == "data.source" and not is_script:
-        raise ConfigError(
-            f"{key} {path}: loader processes can't import what is defined in a notebook or a main program: put it into "
-            f"a .py file in {os.getcwd()}, and name that, such as my_module:{name}"
-        )
+        why = "loader processes can't import what is defined in a notebook or a main program"
+        how = f"put it into a .py file in {os.getcwd()}, and name that, such as my_module:{name}"
+        raise ConfigError(f"{key} {path}: {why}: {how}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit sys.path
     before = default_dtype()

@@ -1,6 +1,5 @@
 """State that the code of a training step shares with its process: named parts for profilers, whether the step is only
-rehearsed on tensors without memory, and the fast paths that it takes on a GPU.
-"""
+rehearsed on tensors without memory, and the fast paths that it takes on a GPU."""
 
 from __future__ import annotations
 
@@ -78,24 +77,14 @@ def device_kind(of: str) -> str:
     return _devices[-1] if _devices else of
 
 
-@contextmanager
-def rehearsal(device: str) -> Iterator[None]:
+def rehearsal(device: str) -> AbstractContextManager[None]:
     """A context whose code is a rehearsal for this type of device, "cpu" or "cuda"."""
-    _devices.append(device)
-    try:
-        yield
-    finally:
-        _devices.pop()
+    return added(_devices, device)
 
 
-@contextmanager
-def making_once() -> Iterator[None]:
+def making_once() -> AbstractContextManager[None]:
     """A context for work that only the first step does, as later steps reuse its results."""
-    _making_once.append(None)
-    try:
-        yield
-    finally:
-        _making_once.pop()
+    return added(_making_once, None)
 
 
 def is_made_once() -> bool:

@@ -1,9 +1,5 @@
-"""`dino-ds`: checks every flag and file first, then fire dispatches.
-
-The function of each command is imported when the command is given: help and checks import neither torch nor deepspeed.
-
-Restores what a run changes in a Python program: environment, random generators, torch's settings, process group.
-"""
+"""`dino-ds`: checks every flag and file first, then fire dispatches to the command's function, whose module is imported
+then: help and checks import neither torch nor deepspeed. Also restores what a run changes in a Python program."""
 
 from __future__ import annotations
 
@@ -19,12 +15,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dino_ds import __version__
+from dino_ds import __version__, errors
 from dino_ds.basics.machine import check_ranks, has_accelerator_files, speaks_for_its_machine
 from dino_ds.basics.names import as_written, did_you_mean, suggestion, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import check_allowed
@@ -32,16 +28,7 @@ from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request, TrainOptions, check_may_begin, check_model_path, holds_run
-from dino_ds.errors import (
-    INTERRUPTED,
-    CheckpointError,
-    ConfigError,
-    OutOfMemory,
-    UserError,
-    is_out_of_memory,
-    lines_for_people,
-    one_line,
-)
+from dino_ds.errors import CheckpointError, ConfigError, UserError, one_line
 from dino_ds.health.processes import RunLock, starters
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, code_of
@@ -59,10 +46,8 @@ def restored_process() -> Iterator[None]:
     try:
         adopt_ranks(os.environ)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ConfigError(
-                "this process is one of several that a launcher has started: call this in one process, or give the "
-                "launcher the command in place of this program"
-            )
+            how = "call this in one process, or give the launcher the command in place of this program"
+            raise ConfigError(f"this process is one of several that a launcher has started: {how}")
         yield
     finally:
         sys.path[:] = path
@@ -74,9 +59,7 @@ def restored_process() -> Iterator[None]:
 @contextmanager
 def restored_torch() -> Iterator[None]:
     """Also restore torch's settings and all random generators, and leave a process group that was joined meanwhile.
-
-    Inside, gradients, autocast and the default dtype are as in the process of a command.
-    """
+    Inside, gradients, autocast and the default dtype are as in the process of a command."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +83,11 @@ def restored_torch() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
             yield
         except BaseException as error:
-            _clear_frames(error)
+            # Free the variables in the frames: a notebook keeps the last error, and the next cell needs the memory.
+            part: BaseException | None = error
+            while part is not None:
+                traceback.clear_frames(part.__traceback__)
+                part = part.__cause__ or part.__context__
             raise
         finally:
             torch.set_default_dtype(dtype)
@@ -110,18 +97,6 @@ def restored_torch() -> Iterator[None]:
             torch.set_num_threads(threads)
             torch.backends.cudnn.allow_tf32 = tf32
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Free the variables in an error's frames: a notebook keeps the last error, and the next cell needs the memory."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-# Launchers stop all ranks when one ends: rank 0 must have printed its error before.
-_SECONDS_FOR_RANK_0 = 3.0
-_SECONDS_TO_LEAVE = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -150,9 +125,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other programs end in `dino-ds look-data ... | head -1`
-            os.kill(os.getpid(), signal.SIGPIPE)
+        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ:
+            (poll := select.poll()).register(1, select.POLLOUT)  # is it standard output that has broken?
+            if any(event & select.POLLERR for _, event in poll.poll(0)):
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other programs end in `dino-ds ... | head -1`
+                os.kill(os.getpid(), signal.SIGPIPE)
         if debug:
             traceback.print_exc()
         code = _say(error, run_dir, debug)
@@ -164,46 +141,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
-    """Print the line about an error; returns the exit code."""
     if isinstance(error, UserError):
         _say_error(str(error), error.said_by_me, debug=debug)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         _say_error("interrupted", pause=False)
-        return INTERRUPTED
-    if is_out_of_memory(error):
-        _say_error(_memory_text(error), said_by_me=True)
-        return OutOfMemory.exit_code
+        return errors.INTERRUPTED
+    first_line = next(iter(str(error).splitlines()), "")
+    if errors.is_out_of_memory(error):
+        from dino_ds.engine.process import free_memory
+
+        cure = f"{free_memory()}. Take fewer or smaller images at once, or fewer workers"
+        _say_error(f"out of memory: {(first_line or type(error).__name__)[:200]}; {cure}", said_by_me=True)
+        return errors.OutOfMemory.exit_code
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) and error.filename:
         path = one_line(os.fsdecode(error.filename), 60)
         _say_error(f"{path}: {(error.strerror or 'denied').lower()}; name another place", True, debug=debug)
         return ConfigError.exit_code
-    _say_bug(error, run_dir, debug)
+    rank, where = os.environ.get("RANK", "0"), "the traceback is above" if debug else "--debug shows the traceback"
+    if not debug and run_dir is not None and os.path.exists(run_dir / "config.yaml"):
+        record = run_dir / f"error-{rank}.txt"
+        with contextlib.suppress(OSError):
+            record.write_text("".join(traceback.format_exception(error)))
+            where = f"the traceback is in {record}"
+    # All ranks print, not only rank 0: their errors differ, and another rank's may be the cause of this one.
+    prefix = f"rank {rank}: " if "RANK" in os.environ else ""
+    print(f"dino_ds: error: {prefix}{type(error).__name__}: {first_line} ({where})", file=sys.stderr, flush=True)
     return 1
-
-
-def _memory_text(error: BaseException) -> str:
-    """The error line of a command that has no better explanation than the allocator's."""
-    from dino_ds.engine.process import free_memory
-
-    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return f"out of memory: {first_line[:200]}; {free_memory()}. Take fewer or smaller images at once, or fewer workers"
-
-
-def _nobody_reads() -> bool:
-    """Whether it is standard output that has broken, and no other pipe."""
-    poll = select.poll()
-    poll.register(1, select.POLLOUT)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def parse(words: list[str]) -> tuple[Command, Request]:
     """The command that `words` begin with, and what they ask of it. Raises ConfigError."""
-    named = find_command(words)
-    if named is None:
+    if (named := find_command(words)) is None:
         raise ConfigError(_no_command(words))
-    command, rest = named
-    return command, parse_flags(command, rest)
+    return named[0], parse_flags(*named)
 
 
 def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
@@ -217,34 +188,22 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
         check_model_path(model)
     if command.loads_torch and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"dino_ds: {command.name}: loading PyTorch takes some seconds", file=sys.stderr, flush=True)
-    if "recipe" in files:
-        run_dir = getattr(options, "run_dir", None)
-        files["recipe"] = _resolve_from_sources(files["recipe"], request.recipe, run_dir, request.notes)
-        if command is not TRAIN:
-            _say_notes(request.notes)
+    if (recipe := files.get("recipe")) is not None:
+        if recipe.model.backbone == FROM_SOURCE:
+            from dino_ds.weights.start import as_source
+
+            recipe = as_source(recipe, getattr(options, "run_dir", None), request.notes)
+        if recipe.data.root is not None or recipe.data.mixture:
+            from dino_ds.data.root import with_own_images
+
+            recipe = with_own_images(recipe, request.recipe, request.notes)
+        files["recipe"] = recipe
+        if command is not TRAIN and os.environ.get("RANK", "0") == "0":  # `train` writes them into its log
+            for note in request.notes:
+                print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
     if command is TRAIN and options.print is None:
         check_start(files["recipe"], options, files)
     return options, files
-
-
-def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
-    """`recipe` with backbone and image settings read from the weights and images that it names. Raises UserError."""
-    if recipe.model.backbone == FROM_SOURCE:
-        from dino_ds.weights.start import as_source
-
-        recipe = as_source(recipe, run_dir, notes)
-    if recipe.data.root is None and not recipe.data.mixture:
-        return recipe
-    from dino_ds.data.root import with_own_images
-
-    return with_own_images(recipe, set_keys, notes)
-
-
-def _say_notes(notes: list[str]) -> None:
-    """Print how input was understood where that differs from its text; `train` writes this into its log instead."""
-    if os.environ.get("RANK", "0") == "0":
-        for note in notes:
-            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
 
 
 def _no_command(words: list[str]) -> str:
@@ -257,7 +216,27 @@ def check_software(command: Command, options: Any) -> None:
     """Raises UserError where torch does not load, or for wrong options that a command checks before it loads torch."""
     # torch's warnings about a lost rank are pages of C++ frames; our errors say which rank is gone, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    check_options(command.name, options)
+    match command.name:
+        case "embed":
+            from dino_ds.commands import embed
+
+            embed.check(options)
+        case "curate":
+            from dino_ds.commands import curate
+
+            curate.check(options)
+        case "find":
+            from dino_ds.commands import embed
+
+            embed.check_queries(options.features, options.images)
+        case "export":
+            from dino_ds.commands import export
+
+            export.check(options)
+    if (root := getattr(options, "root", None)) and getattr(options, "source", None) in (None, "folder"):
+        from dino_ds.data.root import check_root
+
+        check_root(root)
     if command.loads_torch:
         check_torchvision()
 
@@ -280,7 +259,7 @@ def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
-        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
+        faulthandler.dump_traceback_later(60.0, exit=True, file=2)
         leave()
         faulthandler.cancel_dump_traceback_later()
 
@@ -290,25 +269,10 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
     first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
     if local_first if said_by_me is None else said_by_me:
-        for line in lines_for_people(message, all_of_them=debug):
+        for line in errors.lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
-        time.sleep(_SECONDS_FOR_RANK_0)
-
-
-def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
-    """Print one line about an unexpected error, and where its traceback is."""
-    rank = os.environ.get("RANK", "0")
-    first_line = next(iter(str(error).splitlines()), "")
-    where = "the traceback is above" if debug else "--debug shows the traceback"
-    if not debug and run_dir is not None and os.path.exists(run_dir / "config.yaml"):
-        path = run_dir / f"error-{rank}.txt"
-        with contextlib.suppress(OSError):
-            path.write_text(traceback.format_exc())
-            where = f"the traceback is in {path}"
-    # All ranks print, not only rank 0: their errors differ, and another rank's may be the cause of this one.
-    prefix = f"rank {rank}: " if "RANK" in os.environ else ""
-    print(f"dino_ds: error: {prefix}{type(error).__name__}: {first_line} ({where})", file=sys.stderr, flush=True)
+        time.sleep(3.0)  # launchers stop all ranks when one ends: rank 0 must have printed its error before
 
 
 def _exit(code: int) -> None:
@@ -322,13 +286,10 @@ def _exit(code: int) -> None:
     sys.exit(code)
 
 
-Function = Callable[..., Result | None]
-"""Gets the options and files of a command; returns its result, or None where it has printed what it does."""
-
-
-def function_of(command: str) -> Function:
-    """The function of a command. Imports its module alone."""
-    run: Function
+def function_of(command: str) -> Callable[..., Result | None]:
+    """The function of a command: gets its options and files, returns its result, or None where it has printed what it
+    does. Imports its module alone."""
+    run: Callable[..., Result | None]
     match command:
         case "train":
             from dino_ds.train import train as run
@@ -369,31 +330,6 @@ def function_of(command: str) -> Function:
     return run
 
 
-def check_options(command: str, options: Any) -> None:
-    """Raises UserError for wrong options that a command checks before torch is loaded."""
-    match command:
-        case "embed":
-            from dino_ds.commands import embed
-
-            embed.check(options)
-        case "curate":
-            from dino_ds.commands import curate
-
-            curate.check(options)
-        case "find":
-            from dino_ds.commands import embed
-
-            embed.check_queries(options.features, options.images)
-        case "export":
-            from dino_ds.commands import export
-
-            export.check(options)
-    if (root := getattr(options, "root", None)) and getattr(options, "source", None) in (None, "folder"):
-        from dino_ds.data.root import check_root
-
-        check_root(root)
-
-
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The same variables as they are named by programs that start ranks without setting ours.
 _RANK_VARIABLES = {
@@ -404,19 +340,16 @@ _RANK_VARIABLES = {
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
     """Set the variables of torch's launchers from those of `mpirun` or `srun`; else each process would train alone.
-
-    Raises ConfigError if MASTER_ADDR is missing.
-    """
+    Raises ConfigError if MASTER_ADDR is missing."""
     if "RANK" in environment:
         return
     for program, names in _RANK_VARIABLES.items():
         if int(environment.get(names[1], "1")) == 1:
             continue
         if "MASTER_ADDR" not in environment:
-            raise ConfigError(
-                f"{program} has started {environment[names[1]]} processes, and MASTER_ADDR is not set: "
-                "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
-            )
+            how = "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
+            started = f"{program} has started {environment[names[1]]} processes"
+            raise ConfigError(f"{started}, and MASTER_ADDR is not set: {how}")
         environment.setdefault("MASTER_PORT", "29500")
         for ours, launchers in zip(_OURS, names, strict=True):
             if launchers in environment:
@@ -458,7 +391,6 @@ def _surely_lacks_fp16() -> bool:
 
 
 def _check_images(recipe: Recipe, run_dir: Path) -> None:
-    """Raises DataError if images of the user's are missing."""
     from dino_ds.data.mixture import roots_of
     from dino_ds.data.root import check_root, check_split
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _T = TypeVar("_T")
-EMA = "ema"
-"""The name of the teacher that follows the student and is the run's product."""
-FROZEN = "frozen"
-"""The name of the teacher that is distilled."""
-GLOBAL, LOCAL = "global", "local"
-"""The names of DINO's crop groups."""
+EMA = "ema"  # the name of the teacher that follows the student and is the run's product
+FROZEN = "frozen"  # the name of the teacher that is distilled
+GLOBAL, LOCAL = "global", "local"  # the names of DINO's crop groups
 Masks = Mapping[str, Mapping[str, "Tensor"]]
 """The patches of a micro-batch that the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
 (the first crop of all images, then the second), patches row by row. "rows" (m,) int64: indices of the m hidden patches
@@ -69,10 +65,8 @@ def dino_groups(
     num_local: int,
     masked: bool = False,
 ) -> tuple[CropGroup, ...]:
-    """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student.
-
-    masked: the student sees the large ones with patches hidden.
-    """
+    """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student. masked:
+    the student sees the large ones with patches hidden."""
     both = CropGroup(GLOBAL, 2, global_size, global_scale, teachers=(EMA,), student=True, masked=masked)
     local = CropGroup(LOCAL, num_local, local_size, local_scale, teachers=(), student=True)
     return (both, local) if num_local else (both,)
@@ -91,16 +85,11 @@ class Resolution:
     @staticmethod
     def parse(word: str) -> Resolution:
         """Read "512/112:0.3" or "512/112/768:0.3". Raises ValueError."""
-        parts = re.fullmatch(r"([1-9][0-9]{0,4})/([1-9][0-9]{0,4})(?:/([1-9][0-9]{0,4}))?:([0-9.]+)", word)
-        try:
-            share = float(parts[4]) if parts else math.nan
-        except ValueError:
-            share = math.nan
-        if parts is None or not 0 < share < 1:
-            raise ValueError(
-                f"resolutions: {word!r} is not GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, such as 512/112:0.3 for "
-                "3 of 10 steps"
-            )
+        side = "([1-9][0-9]{0,4})"
+        parts = re.fullmatch(rf"{side}/{side}(?:/{side})?:([0-9]*\.?[0-9]*)", word)
+        if parts is None or not 0 < (share := float(f"0{parts[4]}")) < 1:
+            form = "GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, such as 512/112:0.3 for 3 of 10 steps"
+            raise ValueError(f"resolutions: {word!r} is not {form}")
         return Resolution(int(parts[1]), int(parts[2]), int(parts[3]) if parts[3] else None, share)
 
     def __str__(self) -> str:
@@ -112,17 +101,12 @@ def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
     """The resolutions of `crops.resolutions`. Raises ValueError, also where their shares do not sum to 1."""
     resolutions = tuple(Resolution.parse(word) for word in words)
     if len(resolutions) == 1:
-        raise ValueError(
-            f"resolutions {resolutions[0]}: there is one; set crops.global_size and crops.local_size instead"
-        )
+        instead = "set crops.global_size and crops.local_size instead"
+        raise ValueError(f"resolutions {resolutions[0]}: there is one; {instead}")
     total = sum(step.share for step in resolutions)
-    if resolutions and abs(total - 1) > _SHARES_TOLERANCE:
+    if resolutions and abs(total - 1) > 1e-6:  # shares that are written in decimals are rounded
         raise ValueError(f"resolutions: the shares sum to {total:g}, and must sum to 1")
     return resolutions
-
-
-_SHARES_TOLERANCE = 1e-6
-"""Rounding error of shares that are written in decimals."""
 
 
 def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:
@@ -144,17 +128,13 @@ def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
 
 
 JITTERED = ("brightness", "contrast", "saturation", "hue")
-_MOST = (1.0, 1.0, 1.0, 0.5)
-"""Largest strengths of `JITTERED`: larger ones make brightness negative, or turn the hue by over half a circle."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Chances and strengths; triples are (first global crop, second global crop, local crops).
-
-    brightness, contrast and saturation are multiplied by 1 ± strength, the hue is turned by ± strength of the color
-    circle, all four with the chance `jitter`. rotation: the chance of a turn by 90, 180 or 270 degrees.
-    """
+    """Chances and strengths; triples are (first global crop, second global crop, local crops). brightness, contrast and
+    saturation are multiplied by 1 ± strength, the hue is turned by ± strength of the color circle, all four with the
+    chance `jitter`. rotation: the chance of a turn by 90, 180 or 270 degrees."""
 
     blur: tuple[float, float, float]
     solarize: tuple[float, float, float] = (0.0, 0.2, 0.0)
@@ -178,7 +158,9 @@ class Augmentation:
             )
         factors = [numbers[0] * getattr(self, name) for name in JITTERED]
         strengths = dict(zip(JITTERED, factors if len(numbers) == 1 else numbers, strict=True))
-        for (name, strength), most in zip(strengths.items(), _MOST, strict=True):
+        for name, strength in strengths.items():
+            # Larger ones turn the hue by over half a circle, or make brightness negative.
+            most = 0.5 if name == "hue" else 1.0
             if not 0 <= strength <= most:
                 raise ValueError(f"jitter {text} makes the strength of {name} {strength:g}: it must be 0 to {most:g}")
         return replace(self, **strengths)
@@ -188,14 +170,11 @@ def chances_by_kind(name: str, numbers: Sequence[float]) -> tuple[float, float, 
     """The three chances of an Augmentation, from one number for all crops or from three. Raises ValueError."""
     text = ",".join(f"{value:g}" for value in numbers)
     if len(numbers) not in (1, 3):
-        raise ValueError(
-            f"{name} {text} has {len(numbers)} numbers: give one chance for every crop, or three, of the first global "
-            "crop, the second and the local ones"
-        )
+        how = "give one chance for every crop, or three, of the first global crop, the second and the local ones"
+        raise ValueError(f"{name} {text} has {len(numbers)} numbers: {how}")
     if not all(0 <= value <= 1 for value in numbers):
         raise ValueError(f"{name} {text} is not a chance: it must be 0 to 1")
-    first, second, local = numbers if len(numbers) == 3 else (*numbers, *numbers, *numbers)
-    return first, second, local
+    return numbers[0], numbers[len(numbers) // 2], numbers[-1]
 
 
 AUGMENTATIONS = {

@@ -21,14 +21,13 @@ from dino_ds.basics.names import did_you_mean
 from dino_ds.config import ds_schema
 from dino_ds.errors import ConfigError, one_line
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-CHECKOUT = _PACKAGE.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 # Largest bucket. DeepSpeed's default, 5e8, is more than a ViT-L has: one bucket of a gigabyte, and no overlap.
 BUCKET_ELEMENTS = 50_000_000
 # Buckets of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
 # In a checkout the package's ds_configs is a link to the folder beside the package.
-_SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
+_SHIPPED = (CHECKOUT / "dino_ds/ds_configs").resolve()
 
 
 def find_ds_config(path: str) -> str:
@@ -36,20 +35,18 @@ def find_ds_config(path: str) -> str:
     if is_file(path):
         return path
     names = [path] if path.endswith((".json", ".hjson")) else [path, f"{path}.json"]
-    folders = [_SHIPPED, _SHIPPED / "ds_configs", _SHIPPED / "ds_configs" / "tiers"]
-    for shipped in (folder / name for name in names for folder in folders):
-        if is_file(str(shipped)):
-            return str(shipped)
-    shipped_names = sorted(file.stem for file in (_SHIPPED / "ds_configs").glob("*.json"))
+    folders = [_SHIPPED.parent, _SHIPPED, _SHIPPED / "tiers"]
+    for shipped in (str(folder / name) for name in names for folder in folders):
+        if is_file(shipped):
+            return shipped
+    shipped_names = sorted(file.stem for file in _SHIPPED.glob("*.json"))
     near = did_you_mean(Path(path).stem, shipped_names)
     raise ConfigError(f"{path} is neither a file nor a shipped ds JSON: there is {', '.join(shipped_names)}.{near}")
 
 
 def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Load the JSON at `path` with `overrides` (dotted key without "ds." -> text or a Python value); check every key.
-
-    Raises ConfigError with one line per problem.
-    """
+    Raises ConfigError with one line per problem."""
     return change_ds_config(_read(find_ds_config(path)), path, overrides)
 
 
@@ -71,9 +68,7 @@ def check_ds_config(
     config: dict[str, Any], path: str, global_batch: int, world_size: int, fp16_supported: bool = True
 ) -> tuple[int, int]:
     """Micro-batch and accumulation by `config` of `load_ds_config`, whose product with the ranks is `global_batch`.
-
-    Raises ConfigError if there are none, or for what this device or these batches don't go with.
-    """
+    Raises ConfigError if there are none, or for what this device or these batches don't go with."""
     if _precision(config) == "fp16" and not fp16_supported:
         cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
@@ -94,20 +89,32 @@ def resolve_ds_config(
     fp16_supported: bool = True,
     parameters: int | None = None,
 ) -> ds_schema.DsConfig:
-    """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`.
-
-    Raises ConfigError as `check_ds_config` does.
-    """
+    """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`. Raises
+    ConfigError as `check_ds_config` does."""
     micro, accumulation = check_ds_config(config, path, global_batch, world_size, fp16_supported)
     raw, precision = copy.deepcopy(config), _precision(config)
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
-    raw.setdefault("zero_optimization", {"stage": 0})
-    notes = _drop_idle_sharding(raw, precision, world_size)
-    stage = int(raw["zero_optimization"]["stage"])
+    zero, notes = raw.setdefault("zero_optimization", {"stage": 0}), []
+    stage, is_alone = zero["stage"], world_size == 1 and not ds_schema.offloads_optimizer(zero)
+    if stage in (1, 2) and precision == "fp32" and is_alone:
+        raw["zero_optimization"] = {"stage": 0}
+        does = "it runs as ZeRO 0, which is the same without its copies"
+        notes, stage = [f"ZeRO {stage} shards nothing on one process: {does}"], 0
     _fill_zero(raw, parameters, world_size)
-    notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
+    # Small gradients are lost in the model's dtype.
+    if accumulation > 1 and precision != "fp32" and not raw.get("data_types", {}).get("grad_accum_dtype"):
+        accumulated = f"{accumulation} micro-batches are accumulated in"
+        if stage >= 2:
+            raw.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+            notes.append(f"data_types.grad_accum_dtype = fp32: {accumulated} FP32, not {precision}")
+        else:
+            instead = '"data_types": {"grad_accum_dtype": "fp32"} (a whole FP32 gradient on every rank)'
+            notes.append(f"{accumulated} {precision} at stage {stage}: use stage 2, or {instead}")
+    checkpointing = raw.get("activation_checkpointing")
+    if checkpointing and checkpointing.get("number_checkpoints") == "auto":
+        del checkpointing["number_checkpoints"]
     return ds_schema.DsConfig(
         raw=raw,
         micro_batch=micro,
@@ -116,7 +123,7 @@ def resolve_ds_config(
         precision=precision,
         dynamic_loss_scale=precision == "fp16" and not raw["fp16"].get("loss_scale", 0),
         clipping=float(raw["gradient_clipping"]),
-        checkpoint_blocks=_checkpointed_blocks(raw),
+        checkpoint_blocks=0 if checkpointing is None else checkpointing.get("number_checkpoints", "all"),
         performance=ds_schema.PerformanceOptions(**raw.get("dino_ds", {})),
         notes=notes,
     )
@@ -124,8 +131,7 @@ def resolve_ds_config(
 
 def _read(path: str) -> dict[str, Any]:
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
-        if twice:
+        if twice := [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]:
             raise ConfigError(f"{path}: {', '.join(twice)} is set twice")
         return dict(pairs)
 
@@ -150,7 +156,6 @@ def _precision(config: dict[str, Any]) -> str:
 
 
 def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:
-    """(micro-batch, accumulation) whose product with the ranks is the global batch."""
     total = config.get("train_batch_size", "auto")
     if total not in ("auto", global_batch):
         raise ConfigError(
@@ -164,41 +169,19 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
         known, product = world_size * accumulation, f"ranks {world_size} x accumulation {accumulation}"
     elif accumulation == "auto":
         known, product = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
-    else:
-        if micro * accumulation * world_size != global_batch:
-            product = micro * accumulation * world_size
-            raise ConfigError(
-                f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks "
-                f'{world_size} = {product}; set --data.global_batch {product}, or one of the two to "auto" in {path}'
-            )
+    elif (whole := micro * accumulation * world_size) == global_batch:
         return micro, accumulation
+    else:
+        raise ConfigError(
+            f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks "
+            f'{world_size} = {whole}; set --data.global_batch {whole}, or one of the two to "auto" in {path}'
+        )
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
         choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
         raise ConfigError(f"global batch {global_batch} is not a multiple of {product} = {known}; set {choices}")
     quotient = global_batch // known
     return (quotient, accumulation) if micro == "auto" else (micro, quotient)
-
-
-def _checkpointed_blocks(raw: dict[str, Any]) -> int | str:
-    """How many blocks to recompute, or "all"; DeepSpeed itself does not read this section."""
-    section = raw.get("activation_checkpointing")
-    if section is None:
-        return 0
-    if section.get("number_checkpoints") == "auto":
-        del section["number_checkpoints"]
-    blocks: int | str = section.get("number_checkpoints", "all")
-    return blocks
-
-
-def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) -> list[str]:
-    """Replace ZeRO 1 or 2 by stage 0 for one process in FP32: it would shard nothing, and only copy. Returns notes."""
-    zero = raw["zero_optimization"]
-    stage = zero["stage"]
-    if stage not in (1, 2) or precision != "fp32" or world_size > 1 or ds_schema.offloads_optimizer(zero):
-        return []
-    raw["zero_optimization"] = {"stage": 0}
-    return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
 
 
 def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> None:
@@ -218,18 +201,3 @@ def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> 
         del zero[key]
     if ds_schema.offloads_optimizer(zero):
         raw["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed refuses every optimizer but its own
-
-
-def _fill_accumulation_dtype(raw: dict[str, Any], precision: str, stage: int, accumulation: int) -> list[str]:
-    """Accumulate in FP32 at stages 2 and 3, as small gradients are lost in the model's dtype; returns notes."""
-    if accumulation == 1 or precision == "fp32" or raw.get("data_types", {}).get("grad_accum_dtype"):
-        return []
-    if stage >= 2:
-        raw.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
-        return [
-            f"data_types.grad_accum_dtype = fp32: {accumulation} micro-batches are accumulated in FP32, not {precision}"
-        ]
-    return [
-        f"{accumulation} micro-batches are accumulated in {precision} at stage {stage}: "
-        'use stage 2, or "data_types": {"grad_accum_dtype": "fp32"} (a whole FP32 gradient on every rank)'
-    ]

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, words_elsewhere
+from dino_ds.basics.names import did_you_mean, words_elsewhere
 from dino_ds.config.fields import Section, option
-from dino_ds.config.schema import Option, options_of
+from dino_ds.config.schema import MOST_PROBLEMS, Option, options_of
 from dino_ds.errors import ConfigError
 
 COPIED_WEIGHTS = 500_000_000
@@ -58,10 +58,8 @@ class PerformanceOptions:
 @dataclasses.dataclass(frozen=True)
 class DsConfig:
     """A ds JSON resolved for one run. `raw` is the JSON with its open values filled in; `notes` say which these were.
-
-    micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
-    0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
-    """
+    micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm, 0 =
+    none; checkpoint_blocks: how many blocks are recomputed, or "all"."""
 
     raw: dict[str, Any]
     micro_batch: int
@@ -91,12 +89,10 @@ class DsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenDsConfig:
-    """The ds config of a start, with its predicted memory.
-
-    reason: how the config was chosen, "" if the user named it; memory: the log's line about the prediction; trained:
-    the part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not
-    estimated; check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
-    """
+    """The ds config of a start, with its predicted memory. reason: how the config was chosen, "" if the user named it;
+    memory: the log's line about the prediction; trained: the part of the weights that is trained, in words, "" for all;
+    predicted_gib: of a rank, None if it is not estimated; check_fits: raises ConfigError, with a config that fits, if
+    the prediction exceeds the machine's memory."""
 
     config: DsConfig
     reason: str
@@ -241,8 +237,7 @@ class DsJson(Section):
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")
 
 
-KEYS = options_of(DsJson)
-"""Every allowed key by its dotted name."""
+KEYS = options_of(DsJson)  # every allowed key by its dotted name
 SECTIONS = ("", *dict.fromkeys(name[:i] for name in KEYS for i, letter in enumerate(name) if letter == "."))
 """Dotted names of the sections; "" is the top level."""
 PASSED = (
@@ -273,8 +268,16 @@ _REQUIRED = [name for name, option in KEYS.items() if option.info.is_required()]
 def problems_of(config: dict[str, Any]) -> list[Problem]:
     """All problems of `config`, changed in place: 5e7 and 2.0 become integers, and keys that are off are removed."""
     _drop_what_is_off(config, "")
-    problems = list(islice(_check_section(config, ""), MOST_PROBLEMS))
-    return problems or [*_check_stages(config), *_check_combinations(config)]
+    if problems := list(islice(_check_section(config, ""), MOST_PROBLEMS)):
+        return problems
+    zero = config.get("zero_optimization", {})
+    for key, value in zero.items():  # DeepSpeed accepts a key at any stage
+        if key in Zero.model_fields and value is not False and not _is_default(f"zero_optimization.{key}", value):
+            stages = Option(key, Zero.model_fields[key]).fact("stages", (zero["stage"],))
+            if zero["stage"] not in stages:
+                why = f"no effect at stage {zero['stage']}, only at {', '.join(map(str, stages))}: remove it"
+                problems.append((f"zero_optimization.{key}", why))
+    return [*problems, *_check_combinations(config)]
 
 
 def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
@@ -354,60 +357,32 @@ def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
             yield section, f'has no "{key}", and {why}: write it ({KEYS[name].type})'
 
 
-def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
-    """Yield problems of keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
-    zero = config.get("zero_optimization", {})
-    for key, value in zero.items():
-        if key in Zero.model_fields and value is not False and not _is_default(f"zero_optimization.{key}", value):
-            stages = Option(key, Zero.model_fields[key]).fact("stages", (zero["stage"],))
-            if zero["stage"] not in stages:
-                where = ", ".join(map(str, stages))
-                yield f"zero_optimization.{key}", f"no effect at stage {zero['stage']}, only at {where}: remove it"
-
-
 def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
-    """Yield problems of values that go wrong together."""
     zero, ours = config.get("zero_optimization", {"stage": 0}), config.get("dino_ds", {})
     low = [name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")]
     dtype, compiled, varlen = low[0] if low else "fp32", ours.get("compile", "off"), ours.get("attention") == "varlen"
     accumulated = config.get("data_types", {}).get("grad_accum_dtype", "fp32")
-    wrong: list[tuple[bool, str, str]] = [
-        (len(low) == 2, "fp16", "fp16 and bf16 are both enabled: choose one"),
-        (
-            bool(low) and zero["stage"] == 0,
-            "zero_optimization.stage",
-            f"stage 0 in {dtype} is broken in DeepSpeed 0.19 (the loss is not scaled, a hidden optimizer step changes "
-            "the weights): use stage 1, which on one process shards nothing",
-        ),
-        (
-            accumulated not in ("fp32", dtype),
-            "data_types.grad_accum_dtype",
-            f'"{accumulated}" does not go with training in {dtype}: use fp32',
-        ),
-        (
-            compiled != "off" and zero["stage"] == 3,
-            "dino_ds.compile",
-            "ZeRO 3 gathers parameters by hooks that break a compiled block into some 40 pieces: use stage 1 or 2, or "
-            "remove it",
-        ),
-        (
-            compiled == "reduce-overhead" and "activation_checkpointing" in config,
-            "dino_ds.compile",
-            '"reduce-overhead" does not go with activation_checkpointing, which runs blocks twice: use "default"',
-        ),
-        (varlen and not low, "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'),
-        (
-            varlen and bool(ours.get("deterministic")),
-            "dino_ds.deterministic",
-            "varlen's gradients are added up in any order: remove one of the two",
-        ),
-        (
-            compiled != "off" and bool(ours.get("deterministic")),
-            "dino_ds.deterministic",
-            "dino_ds.compile, whose kernels are chosen by timing them, does not go with it: remove one of the two",
-        ),
-    ]
-    yield from ((key, problem) for is_wrong, key, problem in wrong if is_wrong)
+    if len(low) == 2:
+        yield "fp16", "fp16 and bf16 are both enabled: choose one"
+    if low and zero["stage"] == 0:
+        does = "the loss is not scaled, a hidden optimizer step changes the weights"
+        instead = "use stage 1, which on one process shards nothing"
+        yield "zero_optimization.stage", f"stage 0 in {dtype} is broken in DeepSpeed 0.19 ({does}): {instead}"
+    if accumulated not in ("fp32", dtype):
+        yield "data_types.grad_accum_dtype", f'"{accumulated}" does not go with training in {dtype}: use fp32'
+    if compiled != "off" and zero["stage"] == 3:
+        why = "ZeRO 3 gathers parameters by hooks that break a compiled block into some 40 pieces"
+        yield "dino_ds.compile", f"{why}: use stage 1 or 2, or remove it"
+    if compiled == "reduce-overhead" and "activation_checkpointing" in config:
+        why = "does not go with activation_checkpointing, which runs blocks twice"
+        yield "dino_ds.compile", f'"reduce-overhead" {why}: use "default"'
+    if varlen and not low:
+        yield "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'
+    if varlen and ours.get("deterministic"):
+        yield "dino_ds.deterministic", "varlen's gradients are added up in any order: remove one of the two"
+    if compiled != "off" and ours.get("deterministic"):
+        why = "dino_ds.compile, whose kernels are chosen by timing them, does not go with it"
+        yield "dino_ds.deterministic", f"{why}: remove one of the two"
 
 
 def _join(section: str, key: str) -> str:

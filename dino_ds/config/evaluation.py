@@ -48,8 +48,7 @@ EVALUATIONS = {
 BENCHMARKS = tuple(name for name, entry in EVALUATIONS.items() if entry.has_images)
 EVALUATION_OF = {entry.metric: name for name, entry in EVALUATIONS.items() if entry.metric}
 """Metric that teachers can be compared by -> the evaluation that computes it; the held-out loss needs none."""
-VAL_LOSS = "val_loss"
-"""The metric that is better when smaller."""
+VAL_LOSS = "val_loss"  # the metric that is better when smaller
 _KEEP_BEST = ("auto", "none", *EVALUATION_OF, VAL_LOSS)
 if TYPE_CHECKING:
     Evaluation = str
@@ -60,16 +59,14 @@ else:
 
 
 def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
-    """Read "auto", or names in a list or with commas between them."""
     if value == "auto":
         return "auto"
     words = fields.split_words(value)
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
-    for name in words:
-        if name not in EVALUATIONS:
-            near = did_you_mean(str(name), EVALUATIONS)
-            raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
+    if unknown := [name for name in words if name not in EVALUATIONS]:
+        near = did_you_mean(str(unknown[0]), EVALUATIONS)
+        raise ValueError(f"{unknown[0]!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
     return fields.once(tuple(words))
 
 
@@ -137,11 +134,6 @@ class EvalSection(Section):
         """The distance to the start's features above which the run ends, None for any."""
         return self.stop_after.limit if isinstance(self.stop_after, fields.Drift) else None
 
-    @property
-    def holds_out(self) -> bool:
-        """Whether there are images for a held-out loss."""
-        return self.val_root is not None or self.val_share > 0
-
 
 def margin_of_chance(images: float) -> float:
     """Largest difference of accuracy, in points, that chance explains on `images` test images: two standard errors."""
@@ -150,16 +142,15 @@ def margin_of_chance(images: float) -> float:
 
 def eval_problems(section: EvalSection, data: DataSection, objective: ObjectiveSection) -> list[str]:
     """Settings that contradict each other, or could never have an effect."""
-    wrong, metric = [], section.keep_best
+    wrong, metric, evaluation = [], section.keep_best, EVALUATION_OF.get(section.keep_best)
     if section.k > section.bank_images:
         wrong.append(f"eval.k {section.k} is more than eval.bank_images {section.bank_images}")
     if section.val_root is not None and section.val_share:
         wrong.append("eval.val_root and eval.val_share both name images of the held-out loss: leave one out")
     if section.val_root is not None and not data.own_files:
         wrong.append(f"eval.val_root goes with images of your own, not with data.source {data.source}: take val_share")
-    if metric == VAL_LOSS and not section.holds_out:
+    if metric == VAL_LOSS and section.val_root is None and not section.val_share:
         wrong.append("eval.keep_best val_loss needs held-out images: add eval.val_root FOLDER or eval.val_share 0.05")
-    evaluation = EVALUATION_OF.get(metric)
     if evaluation and section.evals != "auto" and evaluation not in section.evals:
         wrong.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
     if evaluation not in (None, "knn") and section.evals == "auto":
@@ -169,7 +160,6 @@ def eval_problems(section: EvalSection, data: DataSection, objective: ObjectiveS
     if section.patience and not section.every.value:
         wrong.append(f"eval.stop_after {section.patience} has no effect with eval.every 0 steps: leave it out")
     if section.most_drift and not objective.preserve_weight:
-        wrong.append(
-            "eval.stop_after drift needs objective.preserve_weight, which measures it: give one, or set it none"
-        )
+        needs = "needs objective.preserve_weight, which measures it: give one, or set it none"
+        wrong.append(f"eval.stop_after drift {needs}")
     return wrong

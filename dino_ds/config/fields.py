@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -15,22 +17,18 @@ from dino_ds.basics.names import as_written, did_you_mean
 
 
 def option(default: Any, description: str, **facts: Any) -> Any:
-    """Declare a setting: its default (... if it must be given) and the sentence that describes it in help.
-
-    facts: more about it. shown: the default as help shows it. learned: False for a key of a recipe that does not change
-    what is learned, so that a resumed run may change it. by_content: True for a key whose file a resumed run compares
-    by content, and not by name. bare: True for the option of a command that a word without a name sets. stages: the
-    ZeRO stages at which a key of a ds JSON acts. inside_run: True for a length that must not exceed the run's.
-    """
+    """Declare a setting: its default (... if it must be given) and the sentence that describes it in help. facts: more
+    about it. shown: the default as help shows it. learned: False for a key of a recipe that does not change what is
+    learned, so that a resumed run may change it. by_content: True for a key whose file a resumed run compares by
+    content, and not by name. bare: True for the option of a command that a word without a name sets. stages: the ZeRO
+    stages at which a key of a ds JSON acts. inside_run: True for a length that must not exceed the run's."""
     return Field(default, description=description, json_schema_extra=facts or None)
 
 
 class Section(BaseModel):
-    """Settings that belong together: a section of a recipe or of a ds JSON.
-
-    Values such as "crops.mask none" -> the keys or sections that have no effect beside them: `idle` ones are noted,
-    `refused` ones are refused where they are set. "a|b": either value, "!a": any other one; with commas: all of them.
-    """
+    """Settings that belong together: a section of a recipe or of a ds JSON. Values such as "crops.mask none" -> the
+    keys or sections that have no effect beside them: `idle` ones are noted, `refused` ones are refused where they are
+    set. "a|b": either value, "!a": any other one; with commas: all of them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     idle: ClassVar[dict[str, str]] = {}
@@ -40,11 +38,7 @@ class Section(BaseModel):
 _T = TypeVar("_T")
 Resume = bool | int | Literal["auto"]
 """Whether to continue a run; "auto": if there is one; a number: from the checkpoint of that step."""
-UNITS = ("steps", "epochs", "images")
-
-
-MOST_PASSES = 2000
-"""Most passes over the images that LightlyTrain advises; `train` and `advise` say so for longer runs."""
+MOST_PASSES = 2000  # most passes over the images that LightlyTrain advises; `train` and `advise` say so for longer runs
 LEAST_IMAGES, FEW_IMAGES = 100, 2000
 """The smallest number of images to learn from: `advise` refuses fewer, `train` warns."""
 
@@ -55,8 +49,7 @@ class Length:
 
     value: float
     unit: str
-    begin: int = 0
-    """The step from which the length counts: the one at which a stage of training began."""
+    begin: int = 0  # the step from which the length counts: the one at which a stage of training began
 
     def __str__(self) -> str:
         value = int(self.value) if self.value == int(self.value) else self.value
@@ -64,24 +57,17 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
-        """Read "30 epochs", "30epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps.
-
-        Raises ValueError.
-        """
+        """Read "30 epochs", "30epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps. Raises
+        ValueError."""
         if isinstance(text, Length):
             return text
         begin = r"(?:\s+from\s+step\s+([0-9]{1,12}))?\s*"
         match = re.fullmatch(r"\s*([0-9.][0-9._]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)" + begin, str(text))
-        units = {name: unit for unit in UNITS for name in (unit, unit[:-1])} | {"": "steps"}
-        try:
-            value = float(match[1]) if match else math.nan
-        except ValueError:
-            value = math.nan
-        unit = units.get(match[2].lower()) if match else None
-        if unit is None or not math.isfinite(value):
-            raise ValueError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
-        assert match is not None
-        return Length(value, unit, begin=int(match[3] or 0))
+        units = {name: unit for unit in ("steps", "epochs", "images") for name in (unit, unit[:-1])} | {"": "steps"}
+        with suppress(ValueError):
+            if match and match[2].lower() in units and math.isfinite(float(match[1])):
+                return Length(float(match[1]), units[match[2].lower()], begin=int(match[3] or 0))
+        raise ValueError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
 
     def share(self, text: object) -> str | None:
         """The part of this length that "10 %" names, as a length; None for a text of another form."""
@@ -90,10 +76,9 @@ class Length:
 
     def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
         """The optimizer step at which this length ends, rounded up; if it begins at 0, its number of steps."""
-        # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
-        value = Fraction(repr(self.value))
         per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
-        return self.begin + math.ceil(value * per_unit[self.unit])
+        # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
+        return self.begin + math.ceil(Fraction(repr(self.value)) * per_unit[self.unit])
 
 
 @dataclass(frozen=True)
@@ -105,8 +90,7 @@ class Ramp:
     length: Length | None = None
 
     def __str__(self) -> str:
-        start = _exact(self.start)
-        return start if self.end is None else f"{start}..{_exact(self.end)} over {self.length}"
+        return _exact(self.start) + ("" if self.end is None else f"..{_exact(self.end)} over {self.length}")
 
     def __bool__(self) -> bool:
         """Whether the number is ever more than 0."""
@@ -124,7 +108,6 @@ class Drift:
 
 
 def _exact(number: float) -> str:
-    """A short text of a number that is read back as exactly the same number."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
@@ -166,13 +149,23 @@ def positive(length: Length) -> Length:
     return length
 
 
+def refuse(problem: Callable[[Any], str | Literal[False]]) -> AfterValidator:
+    """A validator that refuses a value for which `problem` returns a sentence."""
+
+    def check(value: object) -> object:
+        if sentence := problem(value):
+            raise ValueError(sentence)
+        return value
+
+    return AfterValidator(check)
+
+
 def _split_range(value: object) -> object:
     """Split "0.4,1" of the command line, where YAML gives [0.4, 1]."""
     return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
 
 
 def _parse_numbers(value: object) -> object:
-    """Read a number, or several in a list or with commas between them."""
     parts: Any = _split_range(value)
     try:
         return tuple(float(part) for part in (parts if isinstance(parts, list | tuple) else [parts]))
@@ -180,14 +173,7 @@ def _parse_numbers(value: object) -> object:
         raise ValueError(f"{as_written(value)} is not a number, nor several with commas between them") from None
 
 
-def check_range(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < value[0] <= value[1] <= 1:
-        raise ValueError(f"{list(value)} is not a range of areas: two numbers with 0 < low <= high <= 1")
-    return value
-
-
 def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
-    """Read "auto", or two numbers in a list or with a comma between them."""
     if value == "auto":
         return "auto"
     parts = _split_range(value)
@@ -200,10 +186,8 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
     return low, high
 
 
-_MOST_COUNT = 10**12
-"""Sums, products and nanoseconds stay far from the limits of 64 bits."""
-_MOST_VALUE = 1e18
-"""The largest value of a pixel: differences and their inverses stay far from the limits of FP32."""
+_MOST_COUNT = 10**12  # sums, products and nanoseconds stay far from the limits of 64 bits
+_MOST_VALUE = 1e18  # the largest value of a pixel: differences and their inverses stay far from the limits of FP32
 
 
 def split_words(value: object) -> object:
@@ -231,22 +215,12 @@ ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_parse_numbers)]
 Resolutions = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
-
-
-def _countable(value: int) -> int:
-    if value > _MOST_COUNT:
-        raise ValueError(f"{str(value)[:24]} is more than can be counted here: at most {_MOST_COUNT:.0e}")
-    return value
-
-
-def _usable(path: str) -> str:
-    if problem := unusable_text(path):
-        raise ValueError(problem)
-    return path
-
-
-Count = Annotated[int, Field(ge=1), AfterValidator(_countable)]
-Amount = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+_AREAS = "a range of areas: two numbers with 0 < low <= high <= 1"
+AreaRange = Annotated[ScaleRange, refuse(lambda two: not 0 < two[0] <= two[1] <= 1 and f"{list(two)} is not {_AREAS}")]
+_TOO_MANY = f"is more than can be counted here: at most {_MOST_COUNT:.0e}"
+_COUNTABLE = refuse(lambda number: number > _MOST_COUNT and f"{str(number)[:24]} {_TOO_MANY}")
+Count = Annotated[int, Field(ge=1), _COUNTABLE]
+Amount = Annotated[int, Field(ge=0), _COUNTABLE]
 Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]
 """Several values with commas between them; repeated ones are dropped."""
 Few = Annotated[int, Field(ge=0, le=1024)]
@@ -256,7 +230,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Side = Annotated[int, Field(ge=1, le=16384)]
 Width = Annotated[int, Field(ge=1, le=131072)]
 Depth = Annotated[int, Field(ge=1, le=1024)]
-PATH = AfterValidator(_usable)
+PATH = refuse(unusable_text)
 """Marks keys whose text is a path or a name: relative paths always start in the folder in which the run began."""
 PathText = Annotated[str, PATH]
 Positive = Annotated[float, Field(gt=0)]
@@ -267,38 +241,30 @@ NotNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
-
-
-MAX_WORKERS = 16
-"""Most loader processes of a rank, unless data.workers says otherwise."""
-PREFETCHED_BATCHES = 3
-"""Per loader process; three cover one slow image without holding much memory."""
+MAX_WORKERS = 16  # most loader processes of a rank, unless data.workers says otherwise
+PREFETCHED_BATCHES = 3  # per loader process; three cover one slow image without holding much memory
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
 HDF5 = (".h5", ".hdf5", ".he5")
-ARCHIVES = (".tar", ".parquet", *HDF5)
-"""Endings of files that hold many images (`dino_ds.data.root` opens them)."""
+ARCHIVES = (".tar", ".parquet", *HDF5)  # endings of files that hold many images (`dino_ds.data.root` opens them)
 REMOTE_ARCHIVES = (".tar", ".parquet")
 """Endings of archives that are read at an address too; their sources also take cache_gib, the size of their cache."""
 IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"
 """The forms of images that data.root takes, in words."""
 
 
-def _check_source(source: str) -> str:
-    if source not in SOURCES and not re.fullmatch(r"\w+(\.\w+)*:\w+", source):
-        near = did_you_mean(source, SOURCES)
-        raise ValueError(f"{source!r} is not one of {', '.join(SOURCES)}, nor a class of yours as module:Class.{near}")
-    return source
+def _is_code(name: str) -> bool:
+    return re.fullmatch(r"\w+(\.\w+)*:\w+", name) is not None
 
 
-def _check_code(name: str) -> str:
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ValueError(f"{name!r} is not a class of yours as module:Class")
-    return name
+def _source_problem(source: str) -> str:
+    known = f"{', '.join(SOURCES)}, nor a class of yours as module:Class.{did_you_mean(source, SOURCES)}"
+    return "" if source in SOURCES or _is_code(source) else f"{source!r} is not one of {known}"
 
 
-SourceName = Annotated[str, AfterValidator(_check_source)]
+SourceName = Annotated[str, refuse(_source_problem)]
+_Code = Annotated[str, refuse(lambda name: not _is_code(name) and f"{name!r} is not a class of yours as module:Class")]
 AllowedCode = Annotated[
-    Listed[Annotated[str, AfterValidator(_check_code)]] | None,
+    Listed[_Code] | None,
     Field(
         description="module:Class,...: code of yours that a file read here may name",
         json_schema_extra={"shown": "none"},

@@ -1,6 +1,5 @@
 """Loads a recipe: defaults < YAML files (shipped ones by name, with those that they extend) < overrides of the command
-line; all problems are reported together. No torch, since help must start at once.
-"""
+line; all problems are reported together. No torch here."""
 
 from __future__ import annotations
 
@@ -12,21 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.files import FORMAT, check_format, is_file, read_text
-from dino_ds.basics.names import (
-    MOST_PROBLEMS,
-    as_written,
-    did_you_mean,
-    missing_file,
-    unquoted,
-    weights_elsewhere,
-    words_elsewhere,
-)
+from dino_ds.basics.names import as_written, did_you_mean, missing_file, unquoted, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import CODE_KEYS, allow_code, code_in
 from dino_ds.config import schema
 from dino_ds.config.fields import Length
@@ -39,11 +30,11 @@ EXTENDS = "extends"
 """Key by which a file names the recipe that it changes: a shipped recipe, or a path relative to the file."""
 
 
-class RecipeFile(NamedTuple):
-    """The path of a recipe's file, and its keys without `extends` and a run's `format`."""
+class _Dumper(yaml.SafeDumper):
+    """Writes ranges on one line."""
 
-    path: str
-    content: dict[str, Any]
+
+_Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
 
 
 def recipe_names() -> list[str]:
@@ -51,44 +42,36 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def read_recipe_files(config: str) -> list[RecipeFile]:
-    """The files of `config` (a shipped name, a YAML path, or several separated by commas), each after those that it
-    overrides. Raises ConfigError for a file that can't be found or read, and for a circle of extended files.
-    """
+def read_recipe_files(config: str) -> list[tuple[str, dict[str, Any]]]:
+    """The paths and keys, without `extends` and `format`, of the files of `config` (a shipped name, a YAML path, or
+    several separated by commas), each after those that it overrides. Raises ConfigError for a file that can't be found
+    or read, and for a circle of extended files."""
     names = [config] if is_file(config) else config.split(",")
     return [file for name in names for file in _read_chain(_find(name.strip(), "--config "))]
 
 
-def _read_chain(path: str) -> list[RecipeFile]:
-    chain: list[RecipeFile] = []
+def _read_chain(path: str) -> list[tuple[str, dict[str, Any]]]:
+    chain: list[tuple[str, dict[str, Any]]] = []
     while True:
         content = read_yaml(path)
         base, number = content.pop(EXTENDS, None), content.pop("format", FORMAT)
         check_format(number, path, "write its keys into a recipe of your own")
-        chain.insert(0, RecipeFile(path, content))
+        chain.insert(0, (path, content))
         if base is None:
             return chain
-        path = _find_base(base, path)
-        if any(os.path.samefile(path, file.path) for file in chain):
-            circle = " extends ".join([*(file.path for file in reversed(chain)), path])
+        start = f"{path}: {EXTENDS}: "
+        if not isinstance(base, str) or (base not in recipe_names() and "," in base):
+            how = "give a shipped recipe's name or a YAML file, which may extend another one"
+            raise ConfigError(f"{start}{as_written(base)} is not one recipe: {how}")
+        if base.endswith((".yaml", ".yml")) or "/" in base:
+            base = str(Path(path).parent / os.path.expanduser(base))
+        path = _find(base, start)
+        if any(os.path.samefile(path, file) for file, _ in chain):
+            circle = " extends ".join([*(file for file, _ in reversed(chain)), path])
             raise ConfigError(f"{circle}: a circle; take one of these lines out")
 
 
-def _find_base(base: object, path: str) -> str:
-    """Find the file `base` that the file at `path` extends; relative paths start in the folder of `path`."""
-    start = f"{path}: {EXTENDS}: "
-    if not isinstance(base, str) or (base not in recipe_names() and "," in base):
-        raise ConfigError(
-            f"{start}{as_written(base)} is not one recipe: give a shipped recipe's name or a YAML file, which may "
-            "extend another one"
-        )
-    if base.endswith((".yaml", ".yml")) or "/" in base:
-        base = str(Path(path).parent / os.path.expanduser(base))
-    return _find(base, start)
-
-
 def _find(config: str, start: str) -> str:
-    """Find the file of one recipe. Raises ConfigError, whose message begins with `start`."""
     names = recipe_names()
     if config in names:
         return str(RECIPES / f"{config}.yaml")
@@ -114,7 +97,10 @@ def read_yaml(path: str) -> dict[str, Any]:
         content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: {_problem(error.problem)}") from None
+        problem = (error.problem or "not YAML").replace("'<stream end>'", "the end of the file")
+        if problem.startswith("found character '\\t'"):
+            problem = "a tab stands where spaces belong: indent with spaces"
+        raise ConfigError(f"{path}{line}: {problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
@@ -122,20 +108,10 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None
     if not text.strip(" \t\r\n\0\ufeff"):
         raise ConfigError(f"{path} is empty (was it cut off?): write a recipe's 'key: value' lines into it")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} is not a recipe: it must hold 'key: value' lines, and it holds one {type(content).__name__}"
-        )
-    return content
-
-
-def _problem(message: str | None) -> str:
-    """The YAML parser's message, in plainer words for a tab and for a file that ends too early."""
-    if message and message.startswith("found character '\\t'"):
-        return "a tab stands where spaces belong: indent with spaces"
-    return (message or "not YAML").replace("'<stream end>'", "the end of the file")
+    if not isinstance(content, dict | None):
+        holds = f"it must hold 'key: value' lines, and it holds one {type(content).__name__}"
+        raise ConfigError(f"{path} is not a recipe: {holds}")
+    return content or {}
 
 
 class _Loader(yaml.SafeLoader):
@@ -150,31 +126,30 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, f"*{event.anchor}: aliases are not taken", event.start_mark)
+            raise yaml.MarkedYAMLError(None, None, f"*{event.anchor}: aliases are not taken", event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if re.search("[\ud800-\udfff\0]", text := super().construct_scalar(node)):
             problem = f"{text[:40]!r} has half a character or a NUL"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is not a key", key_node.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"{key!r} is not a key", key_node.start_mark)
             if key in seen:
-                problem = f"{key!r} is set twice, on lines {seen[key]} and {key_node.start_mark.line + 1}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen[key] = key_node.start_mark.line + 1
+                problem = f"{key!r} is set twice, on lines {seen[key]} and {line}"
+                raise yaml.MarkedYAMLError(None, None, problem, key_node.start_mark)
+            seen[key] = line
         return super().construct_mapping(node, deep)
 
 
-_RUN_BEFORE = "recipe"
-"""The origin of values that come from the recipe that `RecipeSettings.applied_to` changes."""
-_UNSET: tuple[Any, ...] = (None, {}, "{}")
+_RUN_BEFORE = "recipe"  # the origin of values of the recipe that `RecipeSettings.applied_to` changes
 
 
 @dataclass
@@ -199,10 +174,16 @@ class RecipeSettings:
     def collect(config: str | None, overrides: Mapping[str, Any]) -> RecipeSettings:
         """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file
         that can't be read."""
-        settings = RecipeSettings()
+        settings, options, values = RecipeSettings(), schema.options_of(Recipe), dict[str, Any]()
         for path, content in [] if config is None else read_recipe_files(config):
             settings._add(dict(_flatten(content, "", path, settings)), path)
-        settings._add(dict(_read_overrides(overrides, settings)), schema.COMMAND_LINE)
+        for name, value in overrides.items():
+            if name not in options:
+                settings.refuse(name, "--")
+            else:
+                is_none_word = isinstance(value, str) and value.strip().lower() in schema.NONE_WORDS
+                values[name] = None if is_none_word and options[name].takes_none else value
+        settings._add(values, schema.COMMAND_LINE)
         return settings
 
     def _add(self, values: Mapping[str, Any], origin: str) -> None:
@@ -211,7 +192,7 @@ class RecipeSettings:
         if (backbone := values.get("model.backbone", current)) != current:
             others = [key for key in keys_not_of(backbone) if key in self.origins and key not in values]
             dropped = {key: self._remove(key) for key in others}
-            said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
+            said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in (None, {}, "{}")]
             if said:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
         self.values |= values
@@ -236,8 +217,8 @@ class RecipeSettings:
         self.allow_code()
         settings = copy.deepcopy(self)
         recipe = _validate(settings)
+        idle = [line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key)]
         if notes is not None:
-            idle = (line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key))
             notes += [*settings.notes, *idle]
         return recipe
 
@@ -247,17 +228,6 @@ class RecipeSettings:
         values = schema.flatten(recipe.model_dump()) | self.values
         return _validate(RecipeSettings(values, origins, [*self.problems], {*self.invalid}))
 
-    def leave_out_idle(self, error: ValidationError) -> bool:
-        """Reset keys without effect that the user did not set to their defaults; returns whether there were any."""
-        causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
-        lines = [line for cause in causes for line in getattr(cause, "args", ())]
-        keys = [line for line in lines if isinstance(line, schema.IdleKey) and line.key in self.origins]
-        idle = [line for line in keys if not self.is_users(line.key)]
-        for line in idle:
-            self._remove(line.key)
-            self.notes.append(f"left out of the recipe: {line.why}")
-        return bool(idle)
-
     def is_users(self, key: str) -> bool:
         """Whether the command line or a file of the user's sets `key`, not a shipped recipe or the run before."""
         origin = self.origins.get(key, _RUN_BEFORE)
@@ -265,30 +235,24 @@ class RecipeSettings:
 
     def refuse(self, name: str, where: str) -> None:
         """Note the problem that `name` is no key; `where`: the beginning of its line."""
-        if len(self.problems) < MOST_PROBLEMS:
-            answer = (
-                f": {word}" if (word := key_elsewhere(name)) else f".{did_you_mean(name, schema.options_of(Recipe))}"
-            )
-            self.problems.append(f"{where}{name}: not a recipe key{answer}")
+        if len(self.problems) < schema.MOST_PROBLEMS:
+            answer = key_elsewhere(name)
+            known = f": {answer}" if answer else f".{did_you_mean(name, schema.options_of(Recipe))}"
+            self.problems.append(f"{where}{name}: not a recipe key{known}")
             self.invalid.add(name.split(".")[0])
 
 
 def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[str] | None = None) -> Recipe:
-    """Load the recipe `config` with `overrides` (dotted key -> text, or a Python value).
-
-    config: a shipped name, a YAML path, several of these with commas between them, of which later ones replace keys of
-    earlier ones, or None for the defaults. `notes` gets a line for each value that is left out, and for each key
-    without effect that the user has set. The code that it names may be imported from then on. Raises ConfigError with
-    one line per problem.
-    """
+    """Load the recipe `config` with `overrides` (dotted key -> text, or a Python value). config: a shipped name, a YAML
+    path, several of these with commas between them, of which later ones replace keys of earlier ones, or None for the
+    defaults. `notes` gets a line for each value that is left out, and for each key without effect that the user has
+    set. The code that it names may be imported from then on. Raises ConfigError with one line per problem."""
     return RecipeSettings.collect(config, overrides).load(notes)
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:
-    """A copy of `recipe`, changed by the keys of `config` and by `overrides`, both as in `load_recipe`.
-
-    Raises ConfigError with one line per problem.
-    """
+    """A copy of `recipe`, changed by the keys of `config` and by `overrides`, both as in `load_recipe`. Raises
+    ConfigError with one line per problem."""
     return RecipeSettings.collect(config, overrides).applied_to(recipe)
 
 
@@ -309,10 +273,8 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
-    """Write the keys that `config` (None: vits16) and `overrides` set into a new file, each with its meaning.
-
-    Raises ConfigError, also if the file exists.
-    """
+    """Write the keys that `config` (None: vits16) and `overrides` set into a new file, each with its meaning. Raises
+    ConfigError, also if the file exists."""
     config = config or "vits16"
     settings = RecipeSettings.collect(config, overrides)
     values, written = schema.flatten(settings.load().model_dump()), settings.names()
@@ -337,17 +299,6 @@ def recipe_options() -> list[schema.Option]:
     return [*schema.options_of(Recipe).values()]
 
 
-def _read_overrides(overrides: Mapping[str, Any], settings: RecipeSettings) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, its value, or None for a word that unsets it) of known names; refuse the others."""
-    options = schema.options_of(Recipe)
-    for name, value in overrides.items():
-        if name not in options:
-            settings.refuse(name, "--")
-        else:
-            is_none_word = isinstance(value, str) and value.strip().lower() in schema.NONE_WORDS
-            yield name, None if is_none_word and options[name].takes_none else value
-
-
 def key_elsewhere(name: str) -> str | None:
     """The sentence for a name that is not a key of the recipe, but a section or a known word; None for other names."""
     inside = [option for option in schema.options_of(Recipe) if option.startswith(f"{name}.")]
@@ -362,13 +313,6 @@ def key_elsewhere(name: str) -> str | None:
     return None if key == name else f"here it is {key}"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes ranges on one line."""
-
-
-_Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
-
-
 def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSettings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, raw value) of known keys; refuse the others."""
     known = schema.options_of(Recipe)
@@ -377,23 +321,20 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSe
         name = f"{prefix}{key}"
         if name in known:
             yield name, value
-        elif name in sections and value is None:
-            continue  # a section whose lines are all commented out
-        elif name in sections and isinstance(value, dict):
-            yield from _flatten(value, f"{name}.", path, settings)
+        elif name in sections and isinstance(value, dict | None):  # None: its lines are all commented out
+            yield from _flatten(value or {}, f"{name}.", path, settings)
         else:
             settings.refuse(name, f"{path}: ")
 
 
 _WARM_UPS = ("optimizer.warmup", "objective.teacher_temp_warmup", "objective.freeze_prototypes")
-_LONGEST_WARM_UP = "33 %"
 
 
 def _shorten_warm_ups(settings: RecipeSettings, length: Length) -> None:
     """Shorten a shipped recipe's warm-ups to a third of a `length` that the user has set, where they are longer."""
     if not settings.is_users("length") or length.begin or settings.values.get("stage_start") == "continue":
         return
-    defaults, longest = dict(schema.named_values(Recipe())), Length.parse(length.share(_LONGEST_WARM_UP))
+    defaults, longest = dict(schema.named_values(Recipe())), Length.parse(length.share("33 %"))
     batch = float(settings.values.get("data.global_batch", defaults["data.global_batch"]))
     for name in [name for name in _WARM_UPS if name in settings.origins or name == _WARM_UPS[0]]:
         part, origin = Length.parse(settings.values.get(name, defaults[name])), settings.origins.get(name)
@@ -404,26 +345,19 @@ def _shorten_warm_ups(settings: RecipeSettings, length: Length) -> None:
             settings.notes.append(f"{name} is {longest}, a third of length {length}: the recipe's {part} are longer")
 
 
-def _resolve_lengths(settings: RecipeSettings) -> None:
-    """Replace each length such as "10 %", also that of a ramp, by that part of the run's length, if it is valid, and
-    fit the warm-ups to it."""
+def _validate(settings: RecipeSettings) -> Recipe:
+    """Build the recipe. Raises ConfigError with the lines of all problems, also of sections that contradict each other.
+    pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
+    checked again, without problems that only follow from the `invalid` ones. A length such as "10 %", also that of a
+    ramp, is that part of the run's; keys without effect that the user did not set are reset to their defaults."""
     options = schema.options_of(Recipe)
-    with suppress(ValueError):
+    with suppress(ValueError):  # the run's length is wrong itself
         length = Length.parse(settings.values.get("length", Recipe.model_fields["length"].default))
         for name, value in settings.values.items():
             kinds, (ramp, over, text) = options[name].type.split(" or "), str(value).rpartition("over ")
             if name != "length" and ("weight" if over else "length") in kinds and (share := length.share(text)):
                 settings.values[name] = f"{ramp}{over}{share}"
         _shorten_warm_ups(settings, length)
-
-
-def _validate(settings: RecipeSettings) -> Recipe:
-    """Build the recipe. Raises ConfigError with the lines of all problems, also of sections that contradict each other.
-
-    pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
-    checked again, without problems that only follow from the `invalid` ones.
-    """
-    _resolve_lengths(settings)
     lines, values, invalid = list(settings.problems), dict[str, Any](), set(settings.invalid)
     for name, value in settings.values.items():
         section, _, leaf = name.rpartition(".")
@@ -433,7 +367,13 @@ def _validate(settings: RecipeSettings) -> Recipe:
         try:
             recipe = Recipe.model_validate(values, context={INVALID_SECTIONS: invalid})
         except ValidationError as error:
-            if settings.leave_out_idle(error):
+            causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
+            said = [line for cause in causes for line in getattr(cause, "args", ())]
+            idle = [line for line in said if isinstance(line, schema.IdleKey) and line.key in settings.origins]
+            if others := [line for line in idle if not settings.is_users(line.key)]:
+                for line in others:
+                    settings._remove(line.key)
+                    settings.notes.append(f"left out of the recipe: {line.why}")
                 return _validate(settings)
             lines += schema.problem_lines(error, settings.origins)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}

@@ -1,7 +1,4 @@
-"""The recipe's section about the backbone. No torch here.
-
-The sections `teacher` and `gram` of the recipe's schema. No torch here.
-"""
+"""The recipe's sections about the backbone, `teacher` and `gram`. No torch here."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import contextlib
 import dataclasses
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dino_ds.config import fields
 from dino_ds.config.crops import EMA, FROZEN
@@ -46,7 +43,8 @@ def _from_text(value: object) -> object:
     try:
         return _from_json(constant if constant in ("true", "false", "null") else value)
     except ValueError:
-        return float(value) if _YAML_FLOAT.fullmatch(value) else value
+        is_float = re.fullmatch(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?", value)
+        return float(value) if is_float else value
 
 
 def _from_json(text: str) -> object:
@@ -57,20 +55,21 @@ def _from_json(text: str) -> object:
             raise ValueError
         return mapping
 
-    def refuse(word: str) -> NoReturn:
-        raise ValueError(word)
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    return json.loads(text, object_pairs_hook=once, parse_constant=int)  # which raises ValueError
 
 
-_YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?")
-ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]
-"""Keyword arguments as JSON, or as a YAML mapping."""
+ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]  # keyword arguments as JSON, or as a YAML mapping
 TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
+def _known(backbone: str) -> str:
+    if backbone != FROM_SOURCE:
+        backbone_spec(backbone)  # raises ValueError
+    return backbone
+
+
 class ModelSection(Section):
-    backbone: str = option(
+    backbone: Annotated[str, AfterValidator(_known)] = option(
         "vit_small_patch16_224", "a timm name, your module:Class, or from_source: that of model.init_from"
     )
     arguments: ArgumentsField = option("{}", 'keyword arguments of its class as JSON, such as {"layers": [1, 1, 1, 1]}')
@@ -120,18 +119,11 @@ class ModelSection(Section):
         "crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm",
     }
 
-    @field_validator("backbone")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name != FROM_SOURCE:
-            backbone_spec(name)
-        return name
-
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
-        if self.backbone == FROM_SOURCE and self.init_from is None:
-            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
         if self.backbone == FROM_SOURCE:
+            if self.init_from is None:
+                raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
             return self
         spec = backbone_spec(self.backbone)
         if self.arguments != "{}" and "arguments" not in spec.obeys:
@@ -142,8 +134,8 @@ class ModelSection(Section):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
         for key in keys_not_obeyed(spec):
             if (value := getattr(self, key)) != ModelSection.model_fields[key].default:
-                why = f"is for {_NOT_OF_ALL[key]}: {self.backbone} has no use for it"
-                raise ValueError(f"model.{key} {value} {why}; leave it out")
+                why = f"is for {_NOT_OF_ALL[key]}: {self.backbone} has no use for it; leave it out"
+                raise ValueError(f"model.{key} {value} {why}")
         if problem := self.spec().problem:
             raise ValueError(problem)
         return self
@@ -166,8 +158,7 @@ class ModelSection(Section):
         spec: Any = backbone_spec(self.backbone)
         keys = spec.obeys & {*SPEC_KEYS, "in_chans", "arguments"}
         changed = {key: value for key in keys if (value := getattr(self, key)) is not None}
-        replaced: BackboneSpec = dataclasses.replace(spec, **changed)
-        return replaced
+        return cast(BackboneSpec, dataclasses.replace(spec, **changed))
 
 
 SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
@@ -190,11 +181,10 @@ def keys_not_of(backbone: object) -> list[str]:
     keys = ["arguments"]
     with contextlib.suppress(ValueError):  # the schema refuses an unknown name
         keys += [] if backbone == FROM_SOURCE else keys_not_obeyed(backbone_spec(str(backbone)))
-    return [f"model.{key}" for key in dict.fromkeys(keys)]
+    return [f"model.{key}" for key in keys]
 
 
-SNAPSHOT = "snapshot"
-"""The value of gram.teacher for the EMA teacher as it is at gram.start."""
+SNAPSHOT = "snapshot"  # the value of gram.teacher for the EMA teacher as it is at gram.start
 
 
 class TeacherSection(Section):

@@ -7,33 +7,23 @@ No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dino_ds.config import fields
+from dino_ds.config import fields, sections
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
 from dino_ds.config.fields import Section, option
 from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.schema import idle_keys, named_values, options_of
-from dino_ds.config.sections import (
-    CropsSection,
-    DataSection,
-    HeadSection,
-    ObjectiveSection,
-    OptimizerSection,
-    crop_problems,
-)
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.method.specs.own import groups_of, name_problems, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 INVALID_SECTIONS = "invalid"
 """Key of the validation context that holds the sections with problems so far: checks across sections skip these."""
-_LEAST_STD = 1e-4
-"""A fortieth of an 8-bit level: with a smaller standard deviation, a channel is empty."""
 
 
 class Recipe(Section):
@@ -67,13 +57,13 @@ class Recipe(Section):
         "seconds without progress that end the run (three times as many while starting or saving); 0: never",
         learned=False,
     )
-    data: DataSection = DataSection()
-    crops: CropsSection = CropsSection()
+    data: sections.DataSection = sections.DataSection()
+    crops: sections.CropsSection = sections.CropsSection()
     model: ModelSection = ModelSection()
-    head: HeadSection = HeadSection()
-    ibot_head: HeadSection = HeadSection()
-    objective: ObjectiveSection = ObjectiveSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    head: sections.HeadSection = sections.HeadSection()
+    ibot_head: sections.HeadSection = sections.HeadSection()
+    objective: sections.ObjectiveSection = sections.ObjectiveSection()
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
     gram: GramSection = GramSection()
     teacher: TeacherSection = TeacherSection()
     eval: EvalSection = EvalSection()
@@ -84,7 +74,7 @@ class Recipe(Section):
     def _check(self, info: ValidationInfo) -> Recipe:
         invalid = set((info.context or {}).get(INVALID_SECTIONS, ()))
         checks: dict[Callable[..., list[str]], tuple[str, ...]] = {
-            crop_problems: ("crops", "model"),
+            sections.crop_problems: ("crops", "model"),
             channel_problems: ("data", "model"),
             eval_problems: ("eval", "data", "objective"),
         }
@@ -92,7 +82,7 @@ class Recipe(Section):
         for check, names in checks.items():
             problems += [] if invalid & {*names} else check(*(getattr(self, name) for name in names))
         if not invalid:
-            problems += [*self._length_problems(), *idle_keys(self, "refused"), *term_problems(self)]
+            problems += [*_length_problems(self), *idle_keys(self, "refused"), *term_problems(self)]
         if problems:
             raise ValueError(*problems)
         return self
@@ -100,18 +90,15 @@ class Recipe(Section):
     @property
     def peak_lr(self) -> float:
         """The learning rate at the end of its warm-up, scaled by the global batch size."""
-        batch = self.data.global_batch
-        scale = batch / 256 if self.optimizer.lr_scaling == "linear" else math.sqrt(batch / 1024)
-        return self.optimizer.lr * scale
+        batch, is_linear = self.data.global_batch, self.optimizer.lr_scaling == "linear"
+        return self.optimizer.lr * (batch / 256 if is_linear else math.sqrt(batch / 1024))
 
     @property
     def batch_norm(self) -> str:
         """teacher.batch_norm, decided where it is "auto": the statistics of weights that a run starts from stay."""
-        if self.teacher.batch_norm != "auto":
-            return self.teacher.batch_norm
-        if self.model.init_from is not None or self.stage_start == "restart":
-            return "frozen"
-        return "reference" if self.teacher.taught_by == EMA else "ema"
+        starts_from_weights = self.model.init_from is not None or self.stage_start == "restart"
+        auto = "frozen" if starts_from_weights else "reference" if self.teacher.taught_by == EMA else "ema"
+        return auto if self.teacher.batch_norm == "auto" else self.teacher.batch_norm
 
     @property
     def outlasting_start(self) -> dict[str, str]:
@@ -122,10 +109,8 @@ class Recipe(Section):
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
         """The crop sizes of optimizer steps, and how often each is used; a single one without crops.resolutions."""
-        crops = self.crops
-        return parse_resolutions(crops.resolutions) or (
-            Resolution(crops.global_size, crops.local_size, self.gram.own_crop_size),
-        )
+        single = Resolution(self.crops.global_size, self.crops.local_size, self.gram.own_crop_size)
+        return parse_resolutions(self.crops.resolutions) or (single,)
 
     @property
     def hides_patches(self) -> bool:
@@ -149,10 +134,10 @@ class Recipe(Section):
 
     def check_learning_rates(self) -> None:
         """Raises ConfigError if min_lr exceeds the peak learning rate. For training: tools may use part of a batch."""
-        peak = self.peak_lr
-        if self.optimizer.schedule != "constant" and self.optimizer.min_lr > peak * (1 + 1e-9):
-            low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
-            raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
+        low, peak = self.optimizer.min_lr, self.peak_lr
+        if self.optimizer.schedule != "constant" and low > peak * (1 + 1e-9):
+            why = "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
+            raise ConfigError(f"optimizer.min_lr {low:g} is more than the peak learning rate {peak:g} {why}")
 
     def check_count(self, images: int) -> None:
         """Raises DataError for fewer images than a global batch, with the command that adapts settings to them."""
@@ -169,42 +154,38 @@ class Recipe(Section):
             distill = f"teacher.distill {self.teacher.distill}"
             raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.source RUN), or set it none")
 
-    def _length_problems(self) -> list[str]:
-        if self.stage_start == "continue" or self.length.begin:
-            return []  # length is the stage's; the other lengths may have ended in the run before
-        options = options_of(type(self))
-        parts = {key: value for key, value in named_values(self) if options[key].fact("inside_run")}
-        longer = [
-            f"{name} {part} is longer than length {self.length}: shorten it, such as --{name} '10 %' (a short trial "
-            "keeps its schedules with --max_steps)"
-            for name, part in parts.items()
-            if part.unit == self.length.unit and part.value > self.length.value
-        ]
-        frozen = self.model.freeze_backbone
-        if frozen.unit == self.length.unit and frozen.value >= self.length.value:
-            why = f"is not shorter than length {self.length}: the backbone would never learn"
-            longer.append(f"model.freeze_backbone {frozen} {why}")
-        return longer
+
+def _length_problems(recipe: Recipe) -> list[str]:
+    length, frozen, options = recipe.length, recipe.model.freeze_backbone, options_of(Recipe)
+    if recipe.stage_start == "continue" or length.begin:
+        return []  # length is the stage's; the other lengths may have ended in the run before
+    longer = [
+        f"{name} {part} is longer than length {length}: shorten it, such as --{name} '10 %' (a short trial keeps its "
+        "schedules with --max_steps)"
+        for name, part in named_values(recipe)
+        if options[name].fact("inside_run") and part.unit == length.unit and part.value > length.value
+    ]
+    why = f"is not shorter than length {length}: the backbone would never learn"
+    never = frozen.unit == length.unit and frozen.value >= length.value
+    return [*longer, *[f"model.freeze_backbone {frozen} {why}"] * never]
 
 
-def channel_problems(data: DataSection, model: ModelSection) -> list[str]:
+def channel_problems(data: sections.DataSection, model: ModelSection) -> list[str]:
     """Problems of data.mean and data.std, if they can't be those of the images' channels."""
     values_of = {"data.mean": data.mean, "data.std": data.std}
     known = {name: values for name, values in values_of.items() if values is not None}
     if len(known) == 1:
         (there,), (missing,) = known, values_of.keys() - known
         return [f"{there} is given without {missing}: give both or neither"]
-    bounds = {"data.mean": 0.0, "data.std": _LEAST_STD}
+    # With a smaller deviation than a fortieth of an 8-bit level, a channel is empty.
+    bounds = {"data.mean": 0.0, "data.std": 1e-4}
+    texts = {name: ",".join(f"{value:g}" for value in values) for name, values in known.items()}
     if out := [name for name, values in known.items() if not all(bounds[name] <= x <= 1 for x in values)]:
         span = f"{bounds[out[0]]:g} to 1, in values whose black is 0 and whose white is 1"
-        return [f"{out[0]} {_text(known[out[0]])} must be {span}: divide those of 8 bits by 255"]
+        return [f"{out[0]} {texts[out[0]]} must be {span}: divide those of 8 bits by 255"]
     return [
-        f"{name} {_text(values)} has {len(values)} values, and model.in_chans is {model.in_chans}: give one a channel"
+        f"{name} {texts[name]} has {len(values)} values, and model.in_chans is {model.in_chans}: give one a channel"
         f"{f', or set --model.in_chans {len(values)}' if values else ''}"
         for name, values in known.items()
         if len(values) != model.in_chans and (model.backbone != FROM_SOURCE or not values)
     ]
-
-
-def _text(values: Iterable[float]) -> str:
-    return ",".join(f"{value:g}" for value in values)

@@ -20,16 +20,16 @@ from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.config.fields import Drift, Length, Ramp, Section
 
 Options = TypeVar("Options")
-COMMAND_LINE = "command line"
-"""Origin of a value that comes from no file."""
+COMMAND_LINE = "command line"  # origin of a value that comes from no file
 NONE_WORDS = ("none", "null")
-_NO_TERMS = ", objective.terms {}"
+MOST_PROBLEMS = 100  # of one file: finding the nearest names for more takes too long, and nobody reads them
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list of text"}
 _WORDS |= {types.NoneType: "none", Length: "length", Ramp: "weight", Drift: "drift"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 _WANTED = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}
 _WANTED |= {"string": "text", "tuple": "a range such as 0.4,1", "list": "a list of text", "model": "a section"}
+_WANTED |= {"dataclass": "a distance such as 'drift 0.1'"}
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,13 @@ class Option:
         if self.takes_none and isinstance(value, str) and value.strip().lower() in NONE_WORDS:
             return None
         try:
-            return self._adapter.validate_python(value)
+            annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
+            return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:
             problems = error.errors()
             others = [problem for problem in problems if problem["type"] != "literal_error"]
             words = f" or {', '.join(self.choices)}" if 0 < len(others) < len(problems) else ""
             raise ValueError(_say((others or problems)[0], show) + words) from None
-
-    @functools.cached_property
-    def _adapter(self) -> TypeAdapter[Any]:
-        annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
-        return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -133,15 +129,13 @@ def fields_of(schema: object) -> dict[str, FieldInfo]:
 @functools.cache
 def options_of(schema: type) -> dict[str, Option]:
     """The settings of a class and of its sections by dotted name, in the order of declaration."""
-    options: dict[str, Option] = {}
+    infos: dict[str, FieldInfo] = {}
     for name, info in fields_of(schema).items():
         section: Any = info.annotation
-        if fields_of(section):
-            names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(section).items()}
-        else:
-            names = {name.removesuffix("_"): info}  # from_: "from" is a keyword of Python
-        options |= {name: Option(name, info) for name, info in names.items()}
-    return options
+        inside = options_of(section) if fields_of(section) else {}
+        # from_: "from" is a keyword of Python
+        infos |= {f"{name}.{key}": inner.info for key, inner in inside.items()} or {name.removesuffix("_"): info}
+    return {name: Option(name, info) for name, info in infos.items()}
 
 
 class IdleKey(str):
@@ -150,22 +144,18 @@ class IdleKey(str):
     key: str
     why: str
 
-    @classmethod
-    def of(cls, key: str, value: object, reason: str) -> IdleKey:
-        """The line about `key`, whose `value` has no effect for the given `reason`."""
+    def __new__(cls, key: str, value: object, reason: str) -> IdleKey:
         why = f"{key} {f'{value:g}' if isinstance(value, float) else value} {reason}"
-        problem = cls(f"{why}: leave it out")
-        problem.key, problem.why = key, why
-        return problem
+        line = super().__new__(cls, f"{why}: leave it out")
+        line.key, line.why = key, why
+        return line
 
 
 def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value in the schema's type) for all keys of a section."""
     for key, value in section:
-        if isinstance(value, Section):
-            yield from named_values(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+        is_section = isinstance(value, Section)
+        yield from named_values(value, f"{prefix}{key}.") if is_section else [(prefix + key, value)]
 
 
 def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKey]:
@@ -175,20 +165,18 @@ def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKe
     for _, section in recipe:
         for case, names in getattr(section, table, {}).items():
             others = dict(part.split(" ") for part in case.split(", "))
-            if not all(_is_so(show_value(values[other]), words) for other, words in others.items()):
+            shown = {other: show_value(values[other]) for other in others}
+            if any(
+                (shown[other].partition(" ")[0] in words.removeprefix("!").split("|")) == words.startswith("!")
+                for other, words in others.items()
+            ):
                 continue
             for key in (key for name in names.split() for key in options if f"{key}.".startswith(f"{name}.")):
                 if key not in idle and values[key] != options[key].info.default:
-                    beside = ", ".join(f"{other} {show_value(values[other])}" for other in others if other != key)
-                    why = f"has no effect with {beside.removesuffix(_NO_TERMS)}"
-                    idle[key] = IdleKey.of(key, show_value(values[key]), why)
+                    beside = ", ".join(f"{other} {shown[other]}" for other in others if other != key)
+                    why = f"has no effect with {beside.removesuffix(', objective.terms {}')}"
+                    idle[key] = IdleKey(key, show_value(values[key]), why)
     return list(idle.values())
-
-
-def _is_so(shown: str, words: str) -> bool:
-    """Whether the first word of the value `shown` is among `words`, separated by |, or with a leading "!" is not."""
-    first = "".join(shown.split()[:1])
-    return (first in words.removeprefix("!").split("|")) != words.startswith("!")
 
 
 def flat_values(recipe: Section) -> dict[str, Any]:
@@ -200,10 +188,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to one mapping by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 
@@ -229,7 +214,7 @@ def problem_lines(error: ValidationError, origins: Mapping[str, str]) -> list[st
     """A line for each problem. origins: dotted name -> the file or COMMAND_LINE that sets it."""
     lines = list[str]()
     for problem in error.errors():
-        name = ".".join(part for part in problem["loc"] if isinstance(part, str))
+        name = ".".join(part for part in problem["loc"][:2] if isinstance(part, str))  # further: members of a union
         origin = origins.get(name)
         where = f"{origin}: {name}: " if origin else f"{name}: " if name else ""
         where = f"--{name}: " if origin == COMMAND_LINE else where
@@ -238,7 +223,6 @@ def problem_lines(error: ValidationError, origins: Mapping[str, str]) -> list[st
 
 
 def _say(problem: Any, show: Callable[[Any], str] = as_written) -> str:
-    """Describe an error of pydantic in our words: the given value, and what is allowed."""
     value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return "\n".join(map(str, context["error"].args))

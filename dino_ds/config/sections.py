@@ -1,8 +1,5 @@
-"""The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py). No torch here.
-
-Sources of a mixture and their shares, as data.mixture names them.
-
-Checks a recipe's crops for settings that can't be or have no effect, and finds sizes that fit images. No torch.
+"""The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py); the shares of a
+mixture; and checks of crops for settings that can't be or have no effect. No torch here.
 """
 
 from __future__ import annotations
@@ -15,29 +12,24 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from dino_ds.basics.files import unusable_text
 from dino_ds.basics.names import as_written
 from dino_ds.config import fields
-from dino_ds.config.crops import AUGMENTATIONS, Augmentation, Resolution, chances_by_kind, parse_resolutions
+from dino_ds.config.crops import AUGMENTATIONS, Augmentation, chances_by_kind, parse_resolutions
 from dino_ds.config.fields import Section, option
 from dino_ds.config.model import ArgumentsField, ModelSection
 from dino_ds.config.schema import IdleKey
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
-_FORM = "PLACE=SHARE, such as mine=0.7,theirs=0.3"
 _ENTRY = re.compile(r"\s*(?P<place>\S.*?)\s*=\s*(?P<share>[0-9]*\.?[0-9]+)\s*(?:,|$)")
-_BRACES = re.compile(r"\{[^{}]*\}")
-_TOLERANCE = Fraction(1, 10**6)
-"""Rounding error of shares that are written in decimals."""
 _MOST_DIGITS, _MOST_PARTS = 20, 1000
 
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A source of a mixture: its path `place`, absolute or below data.root; and its share of the images of an
-    epoch."""
+    """A source of a mixture: its path, absolute or below data.root, and its share of the images of an epoch."""
 
     place: str
     share: Fraction
@@ -51,15 +43,15 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     if twice := [part.place for part in parts if [other.place for other in parts].count(part.place) > 1]:
         raise ValueError(f"mixture: {twice[0]} is named twice; give it once, with the sum of its shares")
     total = sum((part.share for part in parts), Fraction(0))
-    if parts and abs(total - 1) > _TOLERANCE:
+    if parts and abs(total - 1) > Fraction(1, 10**6):  # shares that are written in decimals are rounded
         raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
     return tuple(MixturePart(part.place, part.share / total) for part in parts)
 
 
 def _parse_part(text: str) -> MixturePart:
     match = _ENTRY.fullmatch(text)
-    if match is None or len(match["share"]) > _MOST_DIGITS or "," in _BRACES.sub("", match["place"]):
-        raise ValueError(f"mixture: {as_written(text)} is not {_FORM}")
+    if match is None or len(match["share"]) > _MOST_DIGITS or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
+        raise ValueError(f"mixture: {as_written(text)} is not PLACE=SHARE, such as mine=0.7,theirs=0.3")
     place, share = match["place"], Fraction(match["share"])
     if problem := unusable_text(place):
         raise ValueError(f"mixture: {problem}")
@@ -75,31 +67,22 @@ def _split(value: object) -> object:
     if not isinstance(value, str):
         return value
     entries, begin = [], 0
-    while begin < len(value):
-        match = _ENTRY.match(value, begin)
-        if match is None:
-            entries.append(value[begin:])
-            break
+    while match := _ENTRY.match(value, begin):
         entries.append(match[0].strip().removesuffix(","))
         begin = match.end()
-    return tuple(entries)
+    return (*entries, *[value[begin:]] * (begin < len(value)))
 
 
-def _few(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if len(texts) > _MOST_PARTS:
-        raise ValueError(f"mixture: {len(texts)} sources, at most {_MOST_PARTS} are taken")
-    return texts
-
-
-def _check_balance(value: str) -> str:
-    kind, colon, file = value.partition(":")
-    if value not in ("none", "classes") and not (kind == "clusters" and colon and file):
-        raise ValueError(f"{value!r} is not none, classes, or clusters:FILE")
-    return value
-
-
-MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_few)]
-BalanceField = Annotated[fields.PathText, AfterValidator(_check_balance)]
+_FEW = fields.refuse(
+    lambda texts: len(texts) > _MOST_PARTS and f"mixture: {len(texts)} sources, at most {_MOST_PARTS} are taken"
+)
+MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), _FEW]
+_BALANCE = fields.refuse(
+    lambda text: (
+        not re.fullmatch(r"none|classes|clusters:(?s:.+)", text) and f"{text!r} is not none, classes, or clusters:FILE"
+    )
+)
+BalanceField = Annotated[fields.PathText, _BALANCE]
 
 
 class DataSection(Section):
@@ -186,13 +169,22 @@ class DataSection(Section):
         return self
 
 
+_NO_DEGREES = fields.refuse(
+    lambda chance: (
+        not 0 <= chance <= 1
+        and f"{chance:g} is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0.75 makes all four directions "
+        "equally likely (other angles would leave corners without an image)"
+    )
+)
+
+
 class CropsSection(Section):
     global_size: fields.Side = option(224, "side of the two global crops in pixels, a multiple of the patch size")
-    global_scale: fields.ScaleRange = option(
+    global_scale: fields.AreaRange = option(
         (0.4, 1.0), "smallest and largest area of a global crop, as shares of the image"
     )
     local_size: fields.Side = option(96, "side of a local crop in pixels, a multiple of the patch size")
-    local_scale: fields.ScaleRange = option(
+    local_scale: fields.AreaRange = option(
         (0.05, 0.4), "smallest and largest area of a local crop, as shares of the image"
     )
     num_local: fields.Few = option(8, "number of local crops of each image")
@@ -210,7 +202,7 @@ class CropsSection(Section):
     flip: fields.Fraction01 | None = option(None, "chance that a crop is mirrored left to right")
     solarize: fields.Numbers | None = option(None, "chance that bright pixels are inverted, or three as in crops.blur")
     vertical_flip: fields.Fraction01 = option(0.0, "chance that a crop is mirrored top to bottom")
-    rotation: float = option(
+    rotation: Annotated[float, _NO_DEGREES] = option(
         0.0, "chance that a crop is turned by 90, 180 or 270 degrees; 0.75: all four directions are equally likely"
     )
     mask: Literal["none", "dinov2", "dinov3"] = option(
@@ -236,29 +228,16 @@ class CropsSection(Section):
         "objective.ibot_weight 0, objective.terms {}": "crops.mask",
     }
 
-    _ranges = field_validator("global_scale", "local_scale")(fields.check_range)
-
-    @field_validator("rotation")
-    @classmethod
-    def _no_degrees(cls, chance: float) -> float:
-        if not 0 <= chance <= 1:
-            raise ValueError(
-                f"{chance:g} is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0.75 makes all four "
-                "directions equally likely (other angles would leave corners without an image)"
-            )
-        return chance
-
     @property
     def augmentation(self) -> Augmentation:
-        """The augmentation of the preset `augment`, with the values that this section sets in place of the preset's.
-        Raises ValueError."""
+        """That of the preset `augment`, with the values that this section sets. Raises ValueError."""
         preset = AUGMENTATIONS[self.augment]
-        changes: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale}
+        changes: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale, "rotation": self.rotation}
         by_kind = {name: getattr(self, name) for name in ("blur", "solarize")}
         changes |= {name: chances_by_kind(name, some) for name, some in by_kind.items() if some is not None}
-        changes |= {"vertical_flip": self.vertical_flip, "rotation": self.rotation}
         changed = preset if self.jitter is None else preset.with_jitter(self.jitter)
-        return replace(changed, **{name: value for name, value in changes.items() if value is not None})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return replace(changed, vertical_flip=self.vertical_flip, **changes)
 
     @model_validator(mode="after")
     def _check(self) -> CropsSection:
@@ -396,7 +375,13 @@ def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     several, patch = parse_resolutions(crops.resolutions), model.side_multiple
     sizes = [("crops.global_size", crops.global_size)]
     problems = _color_problems(crops, model)
-    problems += _mask_problems(crops, several, patch)
+    smallest = min([resolution.global_size for resolution in several] or [crops.global_size])
+    patches, (low, high) = (smallest // patch) ** 2, crops.mask_ratio
+    if crops.mask != "none" and patches and not int(patches * high):
+        problems.append(
+            f"crops.mask_ratio {low:g},{high:g} hides none of the {patches} patches of a crop of {smallest} pixels: it "
+            f"must reach {math.ceil(1e4 / patches) / 1e4:g}, one patch"
+        )
     if crops.mask != "none" and model.backbone != FROM_SOURCE and "mask_token" not in model.spec().obeys:
         can_not = f"and {model.backbone} can't: take a ViT, or leave it out with the loss of masked patches"
         problems.append(f"crops.mask {crops.mask} needs a backbone that hides patches, {can_not}")
@@ -417,24 +402,11 @@ def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -
     ]
 
 
-def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: int) -> list[str]:
-    """A problem where a masked crop would never hide a patch."""
-    size = min([resolution.global_size for resolution in several] or [crops.global_size])
-    patches, (low, high) = (size // patch) ** 2, crops.mask_ratio
-    if crops.mask == "none" or not patches or int(patches * high):
-        return []
-    return [
-        f"crops.mask_ratio {low:g},{high:g} hides none of the {patches} patches of a crop of {size} pixels: it must "
-        f"reach {math.ceil(1e4 / patches) / 1e4:g}, one patch"
-    ]
-
-
 def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    """Problems of color augmentations for images that are not RGB."""
     if model.in_chans == 3 or model.backbone == FROM_SOURCE:
         return []
     why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
-    problems: list[str] = [IdleKey.of("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
+    problems: list[str] = [IdleKey("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
     if crops.jitter and any(crops.jitter[2:]):
         strengths = [f"{strength:g}" for strength in crops.jitter]
         instead = ",".join([*strengths[:2], "0", "0"])

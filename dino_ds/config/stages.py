@@ -28,7 +28,7 @@ from dino_ds.basics.names import (
     suggestion,
     weights_elsewhere,
 )
-from dino_ds.config.fields import PATH, AllowedCode, Count, Length, Ramp, Resume, option
+from dino_ds.config.fields import PATH, AllowedCode, Count, Ramp, Resume, option
 from dino_ds.config.loading import RecipeSettings, change_recipe, read_yaml, recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import differences, flatten, named_values, options, options_of, show_value
@@ -39,11 +39,11 @@ from dino_ds.models.specs.backbones import BACKBONES
 
 def _read_resume(value: object) -> object:
     words = {"true": True, "false": False, "auto": "auto"}
-    if not isinstance(value, str) or value.lower() in words:
-        return words[value.lower()] if isinstance(value, str) else value
-    if not (value.isascii() and value.isdigit() and int(value) > 0):
+    if not isinstance(value, str):
+        return value
+    if value.lower() not in words and not (value.isascii() and value.isdigit() and int(value) > 0):
         raise ValueError(f"{as_written(value)} is not auto or the step of a checkpoint")
-    return int(value)
+    return words[value.lower()] if value.lower() in words else int(value)
 
 
 @options
@@ -74,14 +74,10 @@ class TrainOptions:
     )
 
 
-ORIGIN = "from"
-"""The key of environment.json with the `Origin` of a stage."""
-ENVIRONMENT = "environment.json"
-"""Name of the file in a run folder with the run's id, its origin and its starts."""
-CONFIG_NAME = "config"
-"""The key of environment.json with the --config that the run was begun with, null without one."""
-STARTED_IN = "folder"
-"""The key of a start in environment.json with the folder in which it was made."""
+ORIGIN = "from"  # the key of environment.json with the `Origin` of a stage
+ENVIRONMENT = "environment.json"  # name of the file in a run folder with the run's id, its origin and its starts
+CONFIG_NAME = "config"  # the key of environment.json with the --config that the run was begun with, null without one
+STARTED_IN = "folder"  # the key of a start in environment.json with the folder in which it was made
 
 
 @dataclass(frozen=True)
@@ -100,8 +96,7 @@ class Origin:
 
     @staticmethod
     def read(run_dir: Path) -> Origin | None:
-        """The origin of the run in this folder, or None if it began with no other run, or its environment.json can't be
-        read."""
+        """The origin of the run in this folder; None for a run without one, or an unreadable environment.json."""
         recorded = read_environment(run_dir, ORIGIN)
         try:
             run, run_id, stage_start = (str(recorded[name]) for name in ("run", "run_id", "stage_start"))
@@ -109,22 +104,9 @@ class Origin:
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
-    @staticmethod
-    def of_stage(run_dir: Path) -> Origin:
-        """The origin of the stage in this folder. Raises CheckpointError where its environment.json does not say."""
-        origin = Origin.read(run_dir)
-        if origin is None:
-            raise CheckpointError(
-                f"{run_dir / ENVIRONMENT} is missing or damaged, and it alone says which run this stage began with: "
-                "bring it back from a copy"
-            )
-        return origin
-
     def check_is(self, run: Path, step: int | None) -> None:
         """Raises CheckpointError if the run in the folder `run`, or `step` if it is given, is not that of this origin.
-
-        A folder without a readable run id, such as one that is gone, is compared by its path.
-        """
+        A folder without a readable run id, such as one that is gone, is compared by its path."""
         run_id = read_run_id(run)
         is_same = str(run) == self.run if run_id is None else run_id == self.run_id
         if is_same and step in (None, self.step):
@@ -158,20 +140,14 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
-    return not _fact(key, "learned", not key.startswith("eval."))
-
-
-def _fact(key: str, name: str, default: Any) -> Any:
-    """The fact `name` that a key of the recipe was declared with (see config.fields.option), or `default`."""
-    declared = options_of(Recipe).get(key)
-    return default if declared is None else declared.fact(name, default)
+    by_section = not key.startswith("eval.")
+    option = options_of(Recipe).get(key)
+    return not (by_section if option is None else option.fact("learned", by_section))
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], began_in: str | None = None) -> dict[str, str]:
-    """The differences between two recipes that change what is learned: words such as "seed 0 -> 1", by dotted name.
-
-    The same path in another spelling is no difference; relative paths of `before` start in the folder `began_in`.
-    """
+    """The differences between two recipes that change what is learned: words such as "seed 0 -> 1", by dotted name. The
+    same path in another spelling is no difference; relative paths of `before` start in the folder `began_in`."""
     old, new = learned(before), learned(now)
     changes = differences(old, new)
     return {key: how for key, how in changes.items() if not _is_same_place(key, old.get(key), new.get(key), began_in)}
@@ -186,9 +162,8 @@ def _is_same_place(key: str, old: Any, new: Any, began_in: str | None) -> bool:
     there, here = (os.path.expanduser(path) for path in (there, here))
     if is_url(there) or is_url(here):
         return there == here
-    return bool(_fact(key, "by_content", False)) or os.path.realpath(
-        os.path.join(began_in or "", there)
-    ) == os.path.realpath(here)
+    is_same = os.path.realpath(os.path.join(began_in or "", there)) == os.path.realpath(here)
+    return is_same or bool(options_of(Recipe)[key].fact("by_content"))
 
 
 @functools.cache
@@ -200,35 +175,28 @@ def path_keys() -> tuple[str, ...]:
 
 def split_place(value: str) -> tuple[str, str]:
     """A value of one of `path_keys` -> the prefix before its path, and the path; "" for a word that is no path."""
-    kind, colon, file = value.partition(":")
-    if kind == "clusters":
-        return kind + colon, file
+    if value.startswith("clusters:"):
+        return "clusters:", value.removeprefix("clusters:")
     return "", "" if value in ("none", "classes", "snapshot", "ema") else value
 
 
 def load_run_recipe(run_dir: Path) -> Recipe:
     """The recipe in a run folder's config.yaml. Raises ConfigError, and CheckpointError for a run of another format."""
-    path = str(run_dir / "config.yaml")
-    check_format(
-        read_yaml(path).get("format"), path, "continue it with the dino_ds that began it, or begin another run"
-    )
-    return recorded_recipe(Path(path))
+    path = run_dir / "config.yaml"
+    remedy = "continue it with the dino_ds that began it, or begin another run"
+    check_format(read_yaml(str(path)).get("format"), path, remedy)
+    return recorded_recipe(path)
 
 
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
     """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started.
-
     replaced: keys whose values are not used; flag: the option that names other images. `notes` gets a line for each
-    path that is taken from that folder instead of the current one.
-    Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder.
-    """
-    recipe = load_run_recipe(run_dir)
-    folder = started_in(run_dir)
-    moved = {}
+    path that is taken from that folder instead of the current one. Raises ConfigError if config.yaml is not a recipe,
+    or if the images are in neither folder."""
+    recipe, folder, moved = load_run_recipe(run_dir), started_in(run_dir), dict[str, str]()
     for key, value in named_values(recipe):
-        if key not in path_keys() or key in replaced or value is None:
-            continue
-        kind, value = split_place(value)
+        is_place = key in path_keys() and key not in replaced and value is not None
+        kind, value = split_place(value) if is_place else ("", "")
         if not value or is_url(value) or os.path.isabs(os.path.expanduser(value)):
             continue
         there = os.path.join(folder or "", value)
@@ -237,9 +205,8 @@ def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag:
             notes.append(f"{key} {value} is {there}: {run_dir} was started in {folder}")
         elif key == "data.root" and not recipe.data.download and ":" not in recipe.data.source and not _is_there(value):
             places = f"{folder}, where it was started, nor in {os.getcwd()}" if folder else os.getcwd()
-            raise ConfigError(
-                f"{run_dir} was trained on data.root {value}, which is not in {places}: name it with {flag}"
-            )
+            missing = f"data.root {value}, which is not in {places}: name it with {flag}"
+            raise ConfigError(f"{run_dir} was trained on {missing}")
     return change_recipe(recipe, moved) if moved else recipe
 
 
@@ -257,10 +224,6 @@ def _is_there(path: str) -> bool:
     path = path.partition(":/")[0]
     plain = re.split(r"[*?\[{]", path)[0]
     return os.path.lexists(path) or (plain != path and os.path.isdir(os.path.dirname(plain) or "."))
-
-
-_OF_A_RUN = {"stage_start": "none", "model.init_from": "none", "objective.preserve_weight": "0"}
-"""Settings that a stage does not take over from the run's recipe: they say how that run began."""
 
 
 @dataclass(frozen=True)
@@ -308,28 +271,34 @@ class Request:
             recipe = self.applied_to(own_recipe(run_dir, self.recipe, self.notes), forget=False)
             if recipe.stage_start is None:
                 return recipe
-            there = Origin.of_stage(run_dir)
+            if (there := Origin.read(run_dir)) is None:
+                only = "and it alone says which run this stage began with: bring it back from a copy"
+                raise CheckpointError(f"{run_dir / ENVIRONMENT} is missing or damaged, {only}")
             if origin is not None:
                 there.check_is(origin, step)
             return self.rebased_to_step(recipe, there.first_step)
-        recipe = self.settings.load(self.notes) if origin is None else self.applied_to(self._recipe_of_run(origin))
-        if (origin is None) != (recipe.stage_start is None):
-            raise ConfigError(_one_without_the_other(recipe))
-        if origin and origin.resolve() == run_dir.resolve():
+        if origin is None:
+            recipe = self.settings.load(self.notes)
+            if recipe.stage_start is not None:
+                why = "the recipe is a stage, which begins with another run"
+                raise ConfigError(f"stage_start {recipe.stage_start}: {why}: add --from RUN")
+            return recipe
+        if not (origin / "config.yaml").is_file():
+            near = near_run(origin)
+            raise CheckpointError(f"--from {origin}: it is not a run (no config.yaml); give a run folder{near}")
+        recipe = self.applied_to(own_recipe(origin, self.settings.names(), self.notes))
+        if recipe.stage_start is None:
             raise ConfigError(
-                f"--from {origin} is the run folder itself: --resume continues it, --run_dir names another"
+                "no stage_start says what is taken over from the run before: add --stage_start continue (its whole "
+                "state, steps count on) or restart (its teacher's weights, from step 0)"
             )
-        if origin and recipe.model.init_from is not None:
+        if origin.resolve() == run_dir.resolve():
+            itself = "is the run folder itself: --resume continues it, --run_dir names another"
+            raise ConfigError(f"--from {origin} {itself}")
+        if recipe.model.init_from is not None:
             both = f"--from {origin} and model.init_from {recipe.model.init_from}"
             raise ConfigError(f"{both}: a run begins with one of them")
         return recipe
-
-    def _recipe_of_run(self, run_dir: Path) -> Recipe:
-        """The recipe of the run that a stage begins with. Raises CheckpointError if `run_dir` is not a run."""
-        if not (run_dir / "config.yaml").is_file():
-            near = near_run(run_dir)
-            raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near}")
-        return own_recipe(run_dir, self.settings.names(), self.notes)
 
     def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
         """Change a run's `recipe` by the given one; `forget`: without the settings that say how that run began."""
@@ -337,21 +306,26 @@ class Request:
             weight, start = recipe.objective.preserve_weight, recipe.model.init_from
             dropped = f"objective.preserve_weight {weight} ends with the run before: it kept features of {start}"
             self.notes.extend([dropped] if weight else [])
-            recipe = change_recipe(recipe, _OF_A_RUN | recipe.outlasting_start)
+            began = {"stage_start": "none", "model.init_from": "none", "objective.preserve_weight": "0"}
+            recipe = change_recipe(recipe, began | recipe.outlasting_start)
         return self.settings.applied_to(recipe)
 
     def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:
         """Rebase the `recipe` of a stage that began at `step`: lengths that are set here count from `step`, and those
         that are taken over stay. If the stage restarts at step 0, all lengths count from there."""
-        written = self.settings.names()
-        restarts = recipe.stage_start == "restart"
-        moved = {
-            key: show_value(_counted_from(value, 0 if restarts else step))
-            for key, value in named_values(recipe)
-            if _counts(key, value) and (restarts or _is_set(key, written))
-        }
+        written, restarts = self.settings.names(), recipe.stage_start == "restart"
+        step = 0 if restarts else step
+        moved = dict[str, str]()
+        for key, value in named_values(recipe):
+            section, _, leaf = key.rpartition(".")
+            if not restarts and not {key, *[f"{section}.weight", f"{section}.teacher"] * (leaf == "start")} & written:
+                continue  # a term's weight or teacher sets the term's start too
+            if isinstance(value, Ramp) and value.length is not None:
+                moved[key] = show_value(replace(value, length=replace(value.length, begin=step)))
+            elif key == "length" or leaf == "start":
+                moved[key] = show_value(replace(value, begin=step))
         if restarts or TERMS in written:
-            moved[TERMS] = counted_from(recipe.objective.terms, 0 if restarts else step)
+            moved[TERMS] = counted_from(recipe.objective.terms, step)
         return change_recipe(recipe, moved) if moved else recipe
 
 
@@ -359,9 +333,7 @@ def split_origin(origin: str) -> tuple[Path, int | None]:
     """RUN or RUN/checkpoints/step_N -> the run folder, and the step if it is named."""
     path = Path(origin)
     match = re.fullmatch(r"step_(\d{8,12})", path.name)
-    if match and path.parent.name == "checkpoints":
-        return path.parent.parent, int(match[1])
-    return path, None
+    return (path.parent.parent, int(match[1])) if match and path.parent.name == "checkpoints" else (path, None)
 
 
 class ModelFolder(NamedTuple):
@@ -400,20 +372,18 @@ def holds_checkpoint(run_dir: Path) -> bool:
 
 def near_run(missing: str | Path) -> str:
     """The words ". Did you mean runs/x?" for run folders with names similar to a missing one's, or ""."""
-    path = Path(os.path.expanduser(missing))
+    path, near = Path(os.path.expanduser(missing)), list[str]()
     with contextlib.suppress(OSError):
         runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
         near = [str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name]
-        return f".{suggestion(near)}" if near else ""
-    return ""
+    return f".{suggestion(near)}" if near else ""
 
 
 def missing_model(model: str) -> CheckpointError:
     """The error for a missing model, with a hint where to get it, or the nearest name."""
     near = near_run(model) or f".{did_you_mean(model, BACKBONES)}"
-    return CheckpointError(
-        f"{one_line(model, 300)} does not exist; {weights_elsewhere(model) or f'give {MODEL_FORMS}{near}'}"
-    )
+    how = weights_elsewhere(model) or f"give {MODEL_FORMS}{near}"
+    return CheckpointError(f"{one_line(model, 300)} does not exist; {how}")
 
 
 def check_model_path(model: str) -> None:
@@ -438,44 +408,12 @@ def check_may_begin(run_dir: Path, resume: Resume) -> None:
 
 def no_checkpoint(run_dir: Path) -> CheckpointError:
     """The error for --resume of a run that has saved nothing."""
-    return CheckpointError(
-        f"no checkpoint in {run_dir} and --resume was given; --resume auto starts from the beginning then"
-    )
+    how = "--resume auto starts from the beginning then"
+    return CheckpointError(f"no checkpoint in {run_dir} and --resume was given; {how}")
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
     """The error for --resume with a folder that holds no run."""
-    where = (
-        f" on {socket.gethostname()}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    )  # it may be another machine's folder
-    why = f"nothing to resume: {run_dir} holds no run{where}"
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # it may be another machine's folder
+    why = f"nothing to resume: {run_dir} holds no run{f' on {socket.gethostname()}' if several else ''}"
     return CheckpointError(f"{why}; start without --resume, or fix --run_dir{near_run(run_dir)}")
-
-
-def _one_without_the_other(recipe: Recipe) -> str:
-    if recipe.stage_start is None:
-        return (
-            "no stage_start says what is taken over from the run before: add --stage_start continue (its whole state, "
-            "steps count on) or restart (its teacher's weights, from step 0)"
-        )
-    why = "the recipe is a stage, which begins with another run"
-    return f"stage_start {recipe.stage_start}: {why}: add --from RUN"
-
-
-def _counts(key: str, value: object) -> bool:
-    """Whether the value of `key` counts from the step at which a stage began."""
-    return key == "length" or key.endswith(".start") or (isinstance(value, Ramp) and value.length is not None)
-
-
-def _is_set(key: str, written: Collection[str]) -> bool:
-    """Whether a stage sets `key`; a term's weight or teacher sets the term's start too."""
-    section = key.partition(".")[0]
-    together = {key, f"{section}.weight", f"{section}.teacher"} if key.endswith(".start") else {key}
-    return bool(together & set(written))
-
-
-def _counted_from(value: Length | Ramp, step: int) -> Length | Ramp:
-    if isinstance(value, Length):
-        return replace(value, begin=step)
-    assert value.length is not None
-    return replace(value, length=replace(value.length, begin=step))

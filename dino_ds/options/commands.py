@@ -214,67 +214,42 @@ rules
 
 def help_text(words: list[str]) -> str:
     """Return the page of `dino-ds [COMMAND] --help [all]`."""
-    named = find_command([word for word in words if not word.startswith("-")])
-    if named is None:
-        return _overview()
-    command, rest = named
-    return _short_page(command) if command.takes_recipe and "all" not in rest else _command_page(command)
-
-
-def _overview() -> str:
+    if named := find_command([word for word in words if not word.startswith("-")]):
+        command, rest = named
+        return _short_page(command) if command.takes_recipe and "all" not in rest else _command_page(command)
     first = [(line, "", about) for line, about in FIRST_DAY.items()]
-    groups = list[str]()
+    lines = ["usage: dino-ds COMMAND [--option value ...]", "", "a first day", *_rows(first), ""]
     for group in GROUPS:  # a command with the heading's name comes first
         commands = sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
-        groups += [group, *_rows([(command.name, "", command.summary) for command in commands]), ""]
-    codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
-    usage = [
-        "usage: dino-ds COMMAND [--option value ...]",
-        "",
-        "a first day",
-        *_rows(first),
-        "",
-        *groups,
-        "dino-ds COMMAND --help: the options of a first day; --help all: every one",
-        "",
-    ]
-    return "\n".join([*usage, "exit codes", *_rows(codes), ""])
+        lines += [group, *_rows([(command.name, "", command.summary) for command in commands]), ""]
+    lines += ["dino-ds COMMAND --help: the options of a first day; --help all: every one", "", "exit codes"]
+    return "\n".join([*lines, *_rows([(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]), ""])
 
 
 def _short_page(command: Command) -> str:
-    """Return the first screen for a command with hundreds of options."""
-    options = {option.name: option for option in command.all_options}
-    options = {name: options[name] for name in FIRST_OPTIONS} if command is TRAIN else options
-    keys = {key.name: key for key in recipe_options()}
-    rows = [(f"--{name}", keys[name].default, keys[name].description) for name in FIRST_KEYS]
-    count = len(command.all_options) + len(keys)
-    parts = [
-        *_head(command, "recipes"),
-        "first options (default)",
-        *_rows([*map(_row, options.values()), *rows], 120),
-        "",
-    ]
-    rest = "with the keys of the ds JSON" if command is TRAIN else "keys of the ds JSON: dino-ds train --help all"
-    parts += [f"all {count} options: dino-ds {command.name} --help all, {rest}"]
-    return "\n".join([*parts, "", *_EXAMPLES.splitlines()[:3]] if command is TRAIN else parts)
+    known, is_train = command.known_options, command is TRAIN
+    options = [known[name] for name in FIRST_OPTIONS] if is_train else command.all_options
+    rows = [(f"--{name}", known[name].default, known[name].description) for name in FIRST_KEYS]
+    lines = [*_head(command, "recipes"), "first options (default)", *_rows([*map(_row, options), *rows], 120), ""]
+    rest = "with the keys of the ds JSON" if is_train else "keys of the ds JSON: dino-ds train --help all"
+    lines += [f"all {len(known)} options: dino-ds {command.name} --help all, {rest}"]
+    return "\n".join([*lines, "", *_EXAMPLES.splitlines()[:3]] if is_train else lines)
 
 
 def _command_page(command: Command) -> str:
-    parts = [
-        *_head(command, "recipes", "other_recipes"),
-        "options (default)",
-        *_rows([_row(option) for option in command.all_options]),
-        "",
-    ]
+    parts = _head(command, "recipes", "other_recipes")
+    parts += ["options (default)", *_rows([*map(_row, command.all_options)]), ""]
     if command.takes_recipe:
         options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
         lengths = "a length is '100 epochs', '5000 steps', '1e6 images', or '5 %' of --length"
-        parts.append(f"overrides of the recipe (default); {lengths}")
-        parts += [*_rows(options), ""]
+        parts += [f"overrides of the recipe (default); {lengths}", *_rows(options), ""]
     if command.takes_ds:
         where = "" if command is TRAIN else "; dino-ds train --help all lists them"
         text = f"any key of the JSON, for example --ds.zero_optimization.stage 2{where}"
-        keys = [(f"--ds.{name}", "", f"{key.description} [{key.type}]{_stages(key)}") for name, key in KEYS.items()]
+        keys = list[tuple[str, str, str]]()
+        for name, key in KEYS.items():
+            stages = f" (ZeRO {', '.join(map(str, acts_at))})" if (acts_at := key.fact("stages")) else ""
+            keys.append((f"--ds.{name}", "", f"{key.description} [{key.type}]{stages}"))
         parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)])]
         passed = ("--ds.KEY", "", f"as DeepSpeed's documentation says: {', '.join(PASSED)}")
         parts += [*_rows([*keys, passed], 120), ""] if command is TRAIN else [""]
@@ -285,7 +260,6 @@ def _command_page(command: Command) -> str:
 
 
 def _head(command: Command, *recipes: str) -> list[str]:
-    """Return usage and summary; for `train` also recipes by purpose, from the given sections of elsewhere.yaml."""
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     bare = "".join(f" {name.upper()}" for name in command.bare)
@@ -298,11 +272,6 @@ def _head(command: Command, *recipes: str) -> list[str]:
         purposes.setdefault(purpose, []).append(name)
     rows = [(purpose, "", " ".join(names)) for purpose, names in purposes.items()]
     return [*parts, "", command.summary, "", "recipes by what they are for", *_rows(rows, 120), ""]
-
-
-def _stages(key: Option) -> str:
-    stages = key.fact("stages")
-    return f" (ZeRO {', '.join(map(str, stages))})" if stages else ""
 
 
 def _row(option: Option) -> tuple[str, str, str]:

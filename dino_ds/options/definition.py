@@ -1,10 +1,5 @@
-"""Declares commands: each is a class whose typed fields are its options, and a function that returns its result.
-
-The fields are read as those of a recipe are (`dino_ds.config.schema`): parsing, help, choices, defaults and the page
-of options all come from them, and so does the function of the Python API.
-
-Options of the commands that evaluate a trained model, use and show its features, and export its weights.
-"""
+"""Declares commands: each is a class whose typed fields are its options, read as those of a recipe are; and the options
+of the commands that evaluate a trained model, use and show its features, and export its weights."""
 
 from __future__ import annotations
 
@@ -96,9 +91,12 @@ class Command:
         """The command's own options, after --ds_config and --config if it takes these, and before --debug."""
         ds_shown = self.ds_shown or self.ds_config or "none: one is recommended"
         recipe_shown = self.recipe or "the ViT-S/16 of the DINO paper"
-        ds = _text_option("ds_config", "DeepSpeed's JSON: how fast and on what hardware", ds_shown)
-        recipe = _text_option("config", "the recipe: a shipped name or a YAML file: what is learned", recipe_shown)
-        return (*[ds] * self.takes_ds, *[recipe] * self.takes_recipe, *self.own_options, _DEBUG)
+        ds = option(None, "DeepSpeed's JSON: how fast and on what hardware", shown=ds_shown)
+        recipe = option(None, "the recipe: a shipped name or a YAML file: what is learned", shown=recipe_shown)
+        added = {"ds_config": ds} if self.takes_ds else {}
+        added |= {"config": recipe} if self.takes_recipe else {}
+        files = (Option(name, FieldInfo.from_annotated_attribute(str, info)) for name, info in added.items())
+        return (*files, *self.own_options, _DEBUG)
 
     @functools.cached_property
     def known_options(self) -> dict[str, Option]:
@@ -118,16 +116,13 @@ class Command:
         return "data.root" if self.needs_images else own
 
 
-COMMANDS: dict[str, Command] = {}
-"""Every command by name; filled where `options.commands` imports the classes."""
+COMMANDS: dict[str, Command] = {}  # every command by name; filled where `options.commands` imports the classes
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def command(name: str, group: str, **facts: Any) -> Callable[[type[Options]], type[Options]]:
-    """Make a class the options of a command; its docstring is the summary that help shows.
-
-    `facts` are fields of Command.
-    """
+    """Make a class the options of a command; its docstring is the summary that help shows. `facts` are fields of
+    Command."""
 
     def register(cls: type[Options]) -> type[Options]:
         declared = options(cls)
@@ -152,10 +147,6 @@ def field_of(option: Option) -> str:
     return f"{option.name}_" if keyword.iskeyword(option.name) else option.name
 
 
-def _text_option(name: str, description: str, shown: str) -> Option:
-    return Option(name, FieldInfo.from_annotated_attribute(str, option(None, description, shown=shown)))
-
-
 _DEBUG = Option("debug", FieldInfo.from_annotated_attribute(bool, option(False, "show tracebacks of errors")))
 
 Json = Annotated[bool, Field(description="print one JSON object")]
@@ -171,7 +162,6 @@ Heads = Annotated[
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
-
 _Source = Annotated[
     str | None,
     Field(description="as data.source of a recipe", json_schema_extra={"shown": "the run's, else folder"}),

@@ -1,12 +1,9 @@
-"""Reads a command line, or the keywords of a call in Python, as a `Request`, and refuses unknown options before
-anything starts. fire runs a command before it complains about a bad flag: after a typo, a run would train for days with
-defaults.
-
-Turns a request into the arguments of a command's function: its options, and the content of named files.
-"""
+"""Reads a command line, or the keywords of a call in Python, as a `Request`, and turns that into the arguments of a
+command's function. Unknown options are refused first: fire would run a command before it complains about them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -22,14 +19,12 @@ from dino_ds.basics.own_code import allow_code
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.ds_schema import is_key, key_names, wrong_key
 from dino_ds.config.loading import key_elsewhere, load_recipe, recipe_names
-from dino_ds.config.schema import Option
 from dino_ds.config.stages import Request, TrainOptions, holds_run, nothing_to_resume
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 
 _MOST_RUNS = 5
-_NO_IMAGES = "no images are given: --data.root FOLDER, --data.source NAME, or --config quickstart for embedded photos"
 
 
 def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
@@ -46,13 +41,21 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
         try:
             if command is TRAIN:
                 options = _with_run_folder(options, request)
-                request = _without_chosen_recipe(request, Path(options.run_dir))
+                resumed = f"{options.run_dir}/config.yaml"
+                of_recipe = request.settings.values
+                names_images = of_recipe.get("data.root") or of_recipe.get("data.source", "folder") != "folder"
+                resumes = options.resume is not False and options.from_ is None and is_file(resumed)
+                # A shipped recipe that names no images only chooses which run to resume.
+                if resumes and request.config in recipe_names() and not names_images:
+                    others = {name: value for name, value in request.options.items() if name != "config"}
+                    request = dataclasses.replace(request, options=others)
                 files["recipe"] = request.recipe_for_start(Path(options.run_dir))
             else:
                 files["recipe"] = load_recipe(config, request.recipe, request.notes)
             data, prints = files["recipe"].data, getattr(options, "print", None)
             if command.needs_images and not prints and data.source == "folder" and not data.root and not data.mixture:
-                problems.append(_NO_IMAGES)
+                how = "--data.root FOLDER, --data.source NAME, or --config quickstart for embedded photos"
+                problems.append(f"no images are given: {how}")
         except ConfigError as error:
             problems.append(str(error))
     if command.takes_ds and ds_config is not None:
@@ -64,9 +67,8 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     elif command.takes_ds:
         files |= {"ds": None, "ds_path": None}
         if request.ds:
-            problems.append(
-                f"--ds.{next(iter(request.ds))} changes a ds JSON, and none is given: name it with --ds_config"
-            )
+            why = "changes a ds JSON, and none is given: name it with --ds_config"
+            problems.append(f"--ds.{next(iter(request.ds))} {why}")
     if problems:
         raise ConfigError("\n".join(problems))
     return options, files | ({"request": request} if command.takes_request else {})
@@ -75,14 +77,12 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
 def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
     """Return `train`'s options with a run folder. Raises ConfigError for options that don't go together, and
     CheckpointError where there is no run to resume."""
-    config, overrides = request.config, request.recipe
+    config = request.config
     if options.print == "-":
         raise ConfigError("--print -: the recipe goes to a file: name one, such as --print recipe.yaml")
     if options.print is not None and (options.from_ or options.resume is not False):
-        raise ConfigError(
-            "--print writes what --config and keys of the recipe say: leave out --from and --resume; the recipe of a "
-            "run is RUN/config.yaml"
-        )
+        instead = "leave out --from and --resume; the recipe of a run is RUN/config.yaml"
+        raise ConfigError(f"--print writes what --config and keys of the recipe say: {instead}")
     if not options.run_dir and config is None and options.from_ is not None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""
@@ -93,36 +93,33 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
     request.notes.extend([note] if note else [])
     if is_url(folder):
         raise ConfigError(f"--run_dir {folder} is not a folder: keep a run on a disk, then copy its folder there")
-    options = dataclasses.replace(options, run_dir=os.path.expanduser(folder))  # as a shell does it
-    if config is None and options.from_ is None and options.resume is not False:
-        _check_resumed(Path(options.run_dir), overrides, may_start=options.resume == "auto")
-    return options
-
-
-def _without_chosen_recipe(request: Request, run_dir: Path) -> Request:
-    """The request without a shipped recipe that names no images, and so only chooses which run to resume."""
-    options, settings = request.options, request.settings
-    chooses = request.config in recipe_names() and "from" not in options and options.get("resume", False) is not False
-    names_images = settings.values.get("data.root") or settings.values.get("data.source", "folder") != "folder"
-    if not chooses or names_images or not is_file(str(run_dir / "config.yaml")):
-        return request
-    return dataclasses.replace(request, options={name: options[name] for name in options if name != "config"})
+    run_dir = Path(os.path.expanduser(folder))  # as a shell does it
+    if config is None and options.from_ is None and options.resume is not False and "data.root" not in request.recipe:
+        is_run, recorded = holds_run(run_dir), run_dir / "config.yaml"
+        if is_run and not recorded.is_file():
+            state = "is not a file" if os.path.lexists(recorded) else "is missing"
+            advice = "and it alone says what this run trains: bring it back, or give the run's settings again"
+            raise CheckpointError(f"{recorded} {state}, {advice}")
+        if not is_run and options.resume != "auto":
+            raise nothing_to_resume(run_dir)
+    return dataclasses.replace(options, run_dir=os.path.expanduser(folder))
 
 
 def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
-    """The run folder for recipe `name`, and a line about the choice if there are several, else "".
-
-    A new run gets the number after the newest run's; a start that `resumes` gets the newest run. All ranks of one
-    machine see the same folders until the run begins. Ranks on several machines might not (a network disk's cache):
-    they take the name without a number. Raises ConfigError if they would have to resume a numbered run.
-    """
+    """The run folder for recipe `name`, and a line about the choice if there are several, else "". A new run gets the
+    number after the newest run's; a start that `resumes` gets the newest run. All ranks of one machine see the same
+    folders until the run begins. Ranks on several machines might not (a network disk's cache): they take the name
+    without a number. Raises ConfigError if they would have to resume a numbered run."""
     first = os.path.join("runs", name)
-    numbers = sorted(_numbers(first))
+    pattern = rf"{re.escape(name)}(?:-([1-9][0-9]{{0,8}}))?"  # NAME-N has the number N, and NAME itself 1
+    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in Path("runs").glob("*")]
+    numbers = [int(match[1] or 1) for folder, match in matches if match and match[1] != "1" and holds_run(folder)]
     if not numbers:
         return first, ""
-    last = numbers[-1]
+    last = max(numbers)
     newest = first if last == 1 else f"{first}-{last}"
-    if _on_several_machines():
+    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if os.environ.get("WORLD_SIZE", "1") != here:
         if resumes and last > 1:
             several = f"there are {len(numbers)} runs of {name}"
             raise ConfigError(f"{several}: on several machines name the one to resume, --run_dir {newest}")
@@ -145,40 +142,6 @@ def _only_run(resume: str) -> tuple[str, str]:
         commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
         raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
     return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
-
-
-def _numbers(first: str) -> list[int]:
-    """Numbers N of the folders `first`-N that hold a run, 1 for `first` itself."""
-    path = Path(first)
-    pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
-    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
-    taken = [match for folder, match in matches if match and holds_run(folder)]
-    return [int(match[1] or 1) for match in taken if match[1] != "1"]
-
-
-def _on_several_machines() -> bool:
-    """Whether the ranks of this start are on more than one machine, as far as their launcher says."""
-    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    return os.environ.get("WORLD_SIZE", "1") != here
-
-
-def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:
-    """Check the folder of a --resume without --config and --from. Unless the overrides name images, raises
-    CheckpointError if its run has lost config.yaml, or if it holds no run and a new one may not start there."""
-    is_run, names_images, recorded = holds_run(run_dir), "data.root" in overrides, run_dir / "config.yaml"
-    if is_run and not names_images and not recorded.is_file():
-        state = "is not a file" if os.path.lexists(recorded) else "is missing"
-        raise CheckpointError(
-            f"{recorded} {state}, and it alone says what this run trains: bring it back, or give the run's settings "
-            "again"
-        )
-    if is_run or may_start:
-        return
-    if not names_images:
-        raise nothing_to_resume(run_dir)
-
-
-ALIASES = {"deepspeed_config": "ds_config"}
 
 
 def parse_flags(command: Command, argv: Sequence[str]) -> Request:
@@ -204,16 +167,13 @@ def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
             if name != "ds" or value is not None:
                 _store(command, request, name, value, problems)
         elif isinstance(value, dict):
-            problems.append(
-                f"{name}: a dict is not a value; name a file, and set keys beside it: "
-                'data={"root": X}, ds={"zero_optimization": {"stage": 1}}'
-            )
-        elif isinstance(value, tuple) and option.takes_words:
-            for part in value:
-                _store(command, request, option.name, part, problems)
+            how = 'name a file, and set keys beside it: data={"root": X}, ds={"zero_optimization": {"stage": 1}}'
+            problems.append(f"{name}: a dict is not a value; {how}")
         elif value is not None:
             is_text = isinstance(value, tuple) and not option.takes_list
-            _store(command, request, option.name, ",".join(map(unquoted, value)) if is_text else value, problems)
+            one = ",".join(map(unquoted, value)) if is_text else value
+            for part in value if isinstance(value, tuple) and option.takes_words else [one]:
+                _store(command, request, option.name, part, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     return request
@@ -243,10 +203,8 @@ def _plain(name: str, value: Any) -> Any:
         return {str(key): _plain(name, part) for key, part in value.items()}
     if value is None or isinstance(value, bool | int | float):
         return value
-    raise ConfigError(
-        f"{name}: a {type(value).__name__} can't be given; a value is text, a number, True, False, None, a path, or a "
-        "list or dict of those"
-    )
+    allowed = "a value is text, a number, True, False, None, a path, or a list or dict of those"
+    raise ConfigError(f"{name}: a {type(value).__name__} can't be given; {allowed}")
 
 
 def check_required(command: Command, request: Request) -> None:
@@ -261,14 +219,12 @@ def check_required(command: Command, request: Request) -> None:
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:
     """Remove the --local_rank=N that DeepSpeed's launcher adds: the environment has the local rank too."""
-    words, kept = list(argv), []
-    while words:
-        word = words.pop(0)
-        if word in ("--local_rank", "--local-rank"):
-            if words and words[0].isdigit():
-                words.pop(0)
-        elif not word.startswith(("--local_rank=", "--local-rank=")):
+    kept, before = list[str](), ""
+    for word in argv:
+        is_rank = word.startswith(("--local_rank=", "--local-rank=")) or word in ("--local_rank", "--local-rank")
+        if not is_rank and not (before in ("--local_rank", "--local-rank") and word.isdigit()):
             kept.append(word)
+        before = word
     return kept
 
 
@@ -283,15 +239,20 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
             bare = bare[not known[bare[0]].takes_words :]
             continue
         if not _is_flag(word):
-            is_images = command.images_option and not images and _may_be_images(word)
-            images += [word] if is_images else []
-            strays += [] if is_images else [unusable_text(word) or as_written(word)]
+            unusable, is_pattern = unusable_text(word), re.search(r"[*{]|\.h5:", word) is not None
+            is_there = not unusable and (is_url(word) or is_pattern or os.path.lexists(os.path.expanduser(word)))
+            is_images = command.images_option and not images and is_there
+            (images if is_images else strays).append(word if is_images else unusable or as_written(word))
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         if equals:
             yield name, value
         elif name in known and known[name].is_switch:
-            yield name, words.pop(0) if words and _is_for_switch(known[name], words[0]) else "true"
+            is_value = words and words[0].lower() in ("true", "false")
+            if words and len(known[name].members) > 1:
+                with contextlib.suppress(ValueError):
+                    is_value = known[name].read(words[0]) is not None
+            yield name, words.pop(0) if is_value else "true"
         else:
             yield name, words.pop(0) if words and not _is_flag(words[0]) else ""
     for word in images:
@@ -311,19 +272,11 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
         problems.append(f"unexpected {names}: options are written --key value; {advice}")
 
 
-def _may_be_images(word: str) -> bool:
-    """Whether a word without an option is something that is there, an address, or a pattern of files."""
-    if unusable_text(word):
-        return False
-    return is_url(word) or os.path.lexists(os.path.expanduser(word)) or bool(re.search(r"[*{]|\.h5:", word))
-
-
 def _other_meaning(command: Command, word: str) -> str:
     """The option that a word for images may have meant instead, as it names a run, a recipe or weights too; else ""."""
     if is_file(os.path.join(os.path.expanduser(word), "config.yaml")):
-        return (
-            f"--resume --run_dir {word}" if command is TRAIN else f"{' '.join(command.bare) or '--model'} {word} first"
-        )
+        as_model = f"{' '.join(command.bare) or '--model'} {word} first"
+        return f"--resume --run_dir {word}" if command is TRAIN else as_model
     if command.takes_recipe and (word in recipe_names() or word.endswith((".yaml", ".yml"))):
         return f"--config {word}"
     if command.takes_ds and word.endswith(".json"):
@@ -331,34 +284,20 @@ def _other_meaning(command: Command, word: str) -> str:
     return f"--model.init_from {word}" if command is TRAIN and word.endswith((".safetensors", ".pth", ".pt")) else ""
 
 
-def _is_for_switch(option: Option, word: str) -> bool:
-    """Whether the word after a switch is the switch's value: true, false, or another value that it takes."""
-    if len(option.members) == 1:
-        return word.lower() in ("true", "false")
-    try:
-        option.read(word)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_flag(word: str) -> bool:
     return word.startswith("-") and not re.fullmatch(r"-[0-9.].*|-", word)
 
 
 def _store(command: Command, request: Request, name: str, value: Any, problems: list[str]) -> None:
-    name = ALIASES.get(name, name)
+    name = "ds_config" if name == "deepspeed_config" else name
     fixed = next((option for option in command.all_options if option.name == name), None)
-    target: dict[str, Any]
-    if fixed is not None:
-        target, key, unknown = request.options, name, None
-    elif command.takes_ds and name.startswith("ds."):
+    target, key, unknown = request.options, name, ""
+    if fixed is None and command.takes_ds and name.startswith("ds."):
         target, key = request.ds, name[3:]
-        unknown = None if is_key(key) else wrong_key(key)
-    else:
-        target, key = request.recipe, name
-        unknown = None if name in command.known_options else _unknown(command, name)
-    if unknown is not None:
+        unknown = "" if is_key(key) else wrong_key(key)
+    elif fixed is None:
+        target, unknown = request.recipe, "" if name in command.known_options else _unknown(command, name)
+    if unknown:
         typed = name if name.startswith("-") else f"--{name}"
         problems.append(f"{typed if len(typed) < 100 else f'{typed[:50]}...'}: {unknown}")
     elif isinstance(value, str) and (unusable := unusable_text(value)):
@@ -379,10 +318,14 @@ def _store(command: Command, request: Request, name: str, value: Any, problems: 
 
 
 def _unknown(command: Command, name: str) -> str:
-    """Describe an unknown option: what to use instead, or the nearest names."""
-    if answer := _answer_elsewhere(name, command):
-        return f"unknown option: {answer}"
-    if command.takes_recipe and (answer := key_elsewhere(name)):
+    word = name.replace("-", "_").lower()
+    leaf = word.rpartition(".")[2]
+    answers, same = words_elsewhere("options"), words_elsewhere("same_option")
+    names = (same.get(word) or same.get(leaf, "")).split()
+    answer = next((f"write --{option}" for option in names if option in command.known_options), None)
+    if command.takes_recipe:
+        answer = answer or answers.get(word) or answers.get(leaf) or key_elsewhere(name)
+    if answer:
         return f"unknown option: {answer}"
     if name.startswith("-"):
         return "options begin with two dashes"
@@ -391,14 +334,3 @@ def _unknown(command: Command, name: str) -> str:
     if not near and "." in name and name in TRAIN.known_options:
         return f"an option of dino-ds train; dino-ds {command.name} goes by the images or the model: leave it out"
     return f"unknown option.{near or f' dino-ds {command.name} --help lists them'}"
-
-
-def _answer_elsewhere(name: str, command: Command) -> str | None:
-    """The text that says what to type for an option of another program; None for other names."""
-    word = name.replace("-", "_").lower()
-    leaf = word.rpartition(".")[2]
-    answers, same = words_elsewhere("options"), words_elsewhere("same_option")
-    names = (same.get(word) or same.get(leaf, "")).split()
-    if meant := next((name for name in names if name in command.known_options), None):
-        return f"write --{meant}"
-    return (answers.get(word) or answers.get(leaf)) if command.takes_recipe else None

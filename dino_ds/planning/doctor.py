@@ -235,7 +235,7 @@ def read_hostfile(path: str) -> dict[str, int]:
 def _look_at_hosts(
     options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, request: Request, ds_path: str
 ) -> Iterator[Finding]:
-    recipes = [] if request.config is None else [file.path for file in read_recipe_files(request.config)]
+    recipes = [] if request.config is None else [path for path, _ in read_recipe_files(request.config)]
     files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
     images = [] if recipe.data.download else [*filter(None, roots_of(recipe.data))]
     yield from look_at_machines(

@@ -143,9 +143,7 @@ def test_loader_processes_start_with_a_tmpdir_of_any_length(tmp_path: Path):
     assert _files_with(r"\(\"forkserver\"") == _files_with(r"    shorten_socket_names\(\)")
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
-    words = [sys.executable, "-c", LONG, str(Path(preflight.__file__).parents[2])]
-    done = subprocess.run(words, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and not done.stderr
+    assert not _python("-c", LONG, REPOSITORY, cwd=tmp_path, TMPDIR=str(folder)).stderr
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -153,26 +151,22 @@ _AS_ON_AN_IMAGE_FOR_GPUS = """
 import importlib.metadata
 from importlib.machinery import PathFinder
 
-ABSENT = {"faiss", "h5py", "hypothesis", "nbformat", "pyarrow", "transformers"}
-
 def find_spec(cls, name, *path, found=PathFinder.find_spec):
     if name == "deepspeed":
         print("[WARNING] no CUDA toolkit is found")
-    return None if name in ABSENT else found(name, *path)
+    return None if name in {"faiss", "h5py", "pyarrow", "transformers"} else found(name, *path)
 
 def distribution(name, found=importlib.metadata.distribution):
-    if name == "dino_ds":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return found(name)
+    return found("absent" if name == "dino_ds" else name)
 
 PathFinder.find_spec, importlib.metadata.distribution = classmethod(find_spec), distribution
 """
-"""Run at the start of Python: dino_ds is not installed, tests' packages are absent, DeepSpeed's import prints."""
+"""Run at the start of Python: dino_ds is not installed, optional packages are absent, DeepSpeed's import prints."""
 
 
 @pytest.fixture(scope="module")
 def away(tmp_path_factory):
-    """Runs a command in a folder away from the checkout, where the wheel is installed and nothing else of ours."""
+    """A folder in whose lib the wheel is installed, and nothing else of ours."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "dino_ds", "ds_configs"):
@@ -189,59 +183,37 @@ def away(tmp_path_factory):
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
     shutil.rmtree(folder / "checkout")
 
-    def run(*words):
-        environment = {**os.environ, "PYTHONPATH": str(folder / "lib"), "CUDA_VISIBLE_DEVICES": ""}
-        (folder / "work").mkdir(exist_ok=True)
-        command = [sys.executable, folder / "lib/bin/dino-ds", *words]
-        done = subprocess.run(
-            command, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    run.lib, run.work = folder / "lib/dino_ds", folder / "work"
-    return run
+    return folder
 
 
 @pytest.mark.slow
-def test_the_wheel_has_what_the_program_reads(away):
-    patterns = "basics/*.yaml recipes/* ds_configs/**/*.json data/photos/* report/templates/*"
-    for pattern in patterns.split():
+def test_the_wheel_has_what_the_program_reads(away: Path):
+    for pattern in ["basics/*.yaml", "recipes/*", "ds_configs/**/*.json", "data/photos/*", "report/templates/*"]:
         there = [path for path in (REPOSITORY / "dino_ds").glob(pattern) if path.is_file()]
         assert there, pattern
         for path in there:
-            assert (away.lib / path.relative_to(REPOSITORY / "dino_ds")).read_bytes() == path.read_bytes()
+            assert (away / "lib" / path.relative_to(REPOSITORY)).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.slow
-def test_the_wheel_trains(away):
+def test_the_wheel_trains(away: Path, tmp_path: Path):
     off = ("--eval.every", "0 steps", "--eval.pictures_every", "0 steps")
-    assert "step 1/" in away("train", "--config", "quickstart", "--max_steps", "1", *off)
-    assert (away.work / "runs/quickstart/teacher.safetensors").is_file()
-    assert "mine.yaml" in away("train", "--config", "cifar10", "--print", "mine.yaml")
+    words = [away / "lib/bin/dino-ds", "train", "--config", "quickstart", "--max_steps", "1", *off]
+    done = _python(*words, cwd=tmp_path, PYTHONPATH=str(away / "lib"), CUDA_VISIBLE_DEVICES="")
+    assert "step 1/" in done.stdout + done.stderr
+    assert (tmp_path / "runs/quickstart/teacher.safetensors").is_file()
 
 
-@pytest.fixture
-def not_installed(tmp_path):
-    """`python -m` in the checkout, as on an image that has the dependencies."""
-    (tmp_path / "sitecustomize.py").write_text(_AS_ON_AN_IMAGE_FOR_GPUS)
-
-    def run(*words):
-        return subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return run
+def _python(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, variables = [sys.executable, *map(str, words)], {**os.environ, **environment}
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.slow
-def test_commands_run_from_a_checkout_and_print_nothing_but_json(not_installed):
-    done = not_installed("dino_ds", "doctor", "--json")
-    assert done.returncode == 0, done.stderr
+def test_commands_run_from_a_checkout_and_print_nothing_but_json(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(_AS_ON_AN_IMAGE_FOR_GPUS)
+    done = _python("-m", "dino_ds", "doctor", "--json", cwd=REPOSITORY, PYTHONPATH=str(tmp_path))
     software = [found["text"] for found in json.loads(done.stdout)["findings"] if found["topic"] == "software"]
     assert software[0].startswith("dino_ds absent") and "no CUDA toolkit" in done.stderr

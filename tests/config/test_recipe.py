@@ -9,21 +9,19 @@ from pathlib import Path
 
 import pytest
 import timm
-import yaml
 
 from dino_ds.config.fields import Length
 from dino_ds.config.loading import (
+    RECIPES,
     RecipeSettings,
     change_recipe,
     dump_recipe,
     load_recipe,
     recipe_names,
-    recipe_options,
     write_recipe,
 )
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values
-from dino_ds.engine.schedules import Replacements
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.base import StepImages
@@ -48,11 +46,7 @@ def write(tmp_path: Path):
 
 def test_vits16_is_the_defaults_written_out():
     assert load_recipe("vits16", {}) == load_recipe(None, {}) == Recipe()
-    text = (Path(__file__).parents[2] / "dino_ds/recipes/vits16.yaml").read_text()
-    written = yaml.safe_load(text)
-    names = {f"{k}.{leaf}" for k, v in written.items() if isinstance(v, dict) for leaf in v}
-    names |= {k for k, v in written.items() if not isinstance(v, dict)}
-    assert names <= {option.name for option in recipe_options()}  # not those of other objectives
+    text = (RECIPES / "vits16.yaml").read_text()
     assert all("#" in line for line in text.splitlines() if line.strip() and not line.endswith(":"))
 
 
@@ -70,12 +64,6 @@ def test_shipped_recipes_load_and_survive_a_dump_and_being_written_to_edit(name:
         write_recipe(edited, name, given)
 
 
-def test_command_line_beats_file_beats_default(write):
-    path = write("optimizer: {lr: 1e-4, beta1: 0.8}\n")
-    recipe = load_recipe(path, {"optimizer.lr": "2e-4"})
-    assert (recipe.optimizer.lr, recipe.optimizer.beta1, recipe.optimizer.beta2) == (2e-4, 0.8, 0.999)
-
-
 def test_several_recipes_go_one_over_another(write):
     stage = write("length: 3 steps from step 7\nobjective: {koleo_weight: 0..1 over 2 epochs from step 7}\n")
     recipe = load_recipe(f"vitb16,{stage}", {"seed": "3"})
@@ -83,6 +71,7 @@ def test_several_recipes_go_one_over_another(write):
     assert recipe.model.backbone == "vit_base_patch16_224" and recipe.length.in_steps(1, 1) == 10
     assert recipe.length.begin == 7 and str(recipe.objective.koleo_weight) == "0..1 over 2 epochs from step 7"
     assert load_recipe(write(dump_recipe(recipe), "again.yaml"), {}) == recipe
+    assert load_recipe(stage, {"length": "5"}).length == Length(5, "steps")  # the command line beats a file
     assert _problems(f"vitb16,{stage},vitb17")[0].startswith("no recipe is named 'vitb17'")
 
 
@@ -177,11 +166,6 @@ def test_arguments_of_a_backbone_are_what_they_look_like(write):
     assert load_recipe(None, {"model.backbone": "resnet18", "model.arguments": json.dumps(expected)}) == recipe
 
 
-def test_duplicate_keys_are_refused(write):
-    path = write("seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n")
-    assert _problems(path) == [f"{path} line 4: 'lr' is set twice, on lines 3 and 4"]
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -191,6 +175,7 @@ def test_duplicate_keys_are_refused(write):
         ("crops: 3\n", "this is a section of the recipe: set crops.global_size"),
         ("seed: {a: 1}\n", "is not a whole number"),
         ("1: 2\n", "1: not a recipe key"),
+        ("seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n", " line 4: 'lr' is set twice, on lines 3 and 4"),
     ],
 )
 def test_misshapen_files(text: str, says: str, write):
@@ -226,7 +211,7 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
         ({"length": "5 epochs", "optimizer.warmup": "6 epochs"}, "warmup 6 epochs is longer than length 5 epochs"),
         ({"model.freeze_backbone": "100 epochs"}, "freeze_backbone 100 epochs is not shorter than length 100 epochs"),
         ({"data.download": "true"}, "data: download true needs a torchvision data.source, and 'folder' is none"),
-        ({"eval.k": "20000"}, "eval.k 20000 is more than eval.bank_images 10000"),
+        ({"eval.stop_after": "0"}, "--eval.stop_after: 0 must be >= 1\n--eval.stop_after: '0' is not a distance such"),
         ({"objective.ibot_weight": "-1"}, "--objective.ibot_weight: '-1' is below 0: a weight is 0 or more"),
         ({"objective.dino_weight": "0"}, "all weights are 0"),
         ({"crops.mask_ratio": "0,0.5"}, "mask_ratio [0.0, 0.5] must be two parts of the patches, 0 < low <= high < 1"),
@@ -245,15 +230,11 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
         (GRAM | {"gram.crop_size": "208"}, "gram.crop_size 208 must be 1 to 2 times crops.global_size 224: 224 to 448"),
         (GRAM | {"gram.crop_size": "250"}, "gram.crop_size 250 is not a multiple of the patch size 16: use 240 or 256"),
         (GRAM | {"gram.teacher": "ema", "teacher.source": "runs/l"}, "gram.teacher ema in a distillation: the EMA"),
-        (GRAM | {"gram.start": "200 epochs"}, "gram.start 200 epochs is longer than length 100 epochs"),
         ({"head.learned_lengths": "true", "head.free_prototypes": "true"}, "head: learned_lengths true and free_prot"),
         ({"optimizer.warmup": "3 steps from step 2"}, "counts from the beginning of the run"),
         ({"optimizer.lr": "nan"}, "--optimizer.lr: 'nan' is not a number"),
         ({"length": "0 steps"}, "must be more than 0"),
-        *(
-            ({"length": text}, "is not a length")
-            for text in ("-1 steps", "1 week", "nan steps", "1e999 steps", "1.2.3")
-        ),
+        *(({"length": text}, "is not a length") for text in ("-1 steps", "1 week", "1e999 steps", "1.2.3")),
         ({"seed": str(10**30)}, "must be < 4294967296"),
         ({"log_every": str(10**400)}, "is more than can be counted here"),
         ({"data.root": "a" * 300}, "is too long: 300 bytes"),
@@ -262,8 +243,8 @@ CHANNELS = {"data.mean": "0.5,0.5,0.5", "data.std": "0.2,0.2,0.2"}
     ],
 )
 def test_what_is_out_of_range_or_does_not_fit_is_refused_in_one_line(changes: dict[str, str], text: str):
-    (problem,) = _problems(**changes)
-    assert text in problem
+    problems = _problems(**changes)
+    assert text in "\n".join(problems) and len(problems) == len(text.splitlines())
 
 
 def test_unknown_recipe_backbone_and_missing_file(write, tmp_path: Path):
@@ -331,8 +312,6 @@ def test_a_recipe_can_be_changed_like_a_new_one():
     changed = change_recipe(recipe, {"crops.num_local": "6", "data.root": "none"})
     assert changed.crops.num_local == 6 and changed.data.root is None
     assert change_recipe(changed, {"crops.num_local": "10", "data.root": "/images"}) == recipe
-    with pytest.raises(ConfigError, match=r"--crops.num_locl: not a recipe key"):
-        change_recipe(recipe, {"crops.num_locl": "6"})
     with pytest.raises(ConfigError, match=r"crops.local_size 95 is not a multiple"):
         change_recipe(recipe, {"crops.local_size": "95"})
 
@@ -409,37 +388,16 @@ def test_a_recipe_of_distillation_is_not_trained_without_a_teacher():
             load_recipe(name, {}).check_teacher()
 
 
-def test_crops_that_only_the_teacher_s_own_patches_can_judge():
-    """A teacher from a file may have other patches: its crops are checked with it."""
-    recipe = load_recipe("vits16", {**GRAM, "gram.teacher": "runs/other", "gram.crop_size": "252"})
-    assert [(group.name, group.size, group.teachers) for group in recipe.groups] == [
-        ("global", 224, ("ema",)),
-        ("local", 96, ()),
-        ("gram", 252, ("gram",)),
-    ]
-
-
 def test_the_weight_is_0_before_its_start_and_its_ramp_begins_there():
     changes = {"length": "40 steps", "optimizer.warmup": "0 steps", "objective.freeze_prototypes": "0 steps"}
-    gram = {
-        "gram.weight": "0..2 over 5 steps",
-        "gram.start": "10 steps",
-        "objective.dino_local_weight": "1..0.5 over 5",
-    }
-    schedules = build_schedules(load_recipe("vits16", changes | gram), epoch_steps=20)
+    gram = {"gram.weight": "0..2 over 5 steps", "gram.start": "10 steps", "gram.teacher": "snapshot"}
+    changes |= gram | {"objective.dino_local_weight": "1..0.5 over 5"}
+    schedules = build_schedules(load_recipe("vits16", changes), epoch_steps=20)
     weights = [schedules.at(step).weights["gram"] for step in range(16)]
     assert weights[:11] == [0] * 11 and weights[14:] == [2, 2]
     assert weights[12] == pytest.approx(1)
     assert [schedules.at(step).weights["dino_local"] for step in (0, 2, 4, 5)] == pytest.approx([1, 0.75, 0.5, 0.5])
     assert [step for step in range(40) if schedules.at(step).replaced] == [10]
-
-
-def test_replacements_are_counted_from_the_start():
-    """As facebookresearch/dinov3's update_frequency 3 and it_first_update 3 with one update, and ours of a snapshot."""
-    theirs = Replacements(start=0, at_start=False, every=3, most=1)
-    ours = Replacements(start=4, at_start=True, every=3, most=2)
-    assert [step for step in range(20) if theirs.due(step)] == [3]
-    assert [step for step in range(20) if ours.due(step)] == [4, 7, 10]
 
 
 @pytest.mark.parametrize(
@@ -457,9 +415,5 @@ def test_what_no_text_can_hold_is_one_line_that_names_the_file(write, text: str)
         load_recipe(path := write(text + "\n"), {})
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
     str(caught.value).encode()
-
-
-def test_halves_of_characters_in_a_json_of_the_command_line_are_refused():
-    for key in ("objective.terms", "teacher.others", "model.arguments"):
-        with pytest.raises(ConfigError, match="is not keywords as JSON"):
-            load_recipe(None, {key: '{"\\ud800": {"spec": "a:b"}}'})
+    with pytest.raises(ConfigError, match="is not keywords as JSON"):
+        load_recipe(None, {"objective.terms": '{"\\ud800": {"spec": "a:b"}}'})
