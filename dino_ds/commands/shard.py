@@ -21,7 +21,7 @@ from dino_ds.data.batches import started, worker_options
 from dino_ds.data.decode import ENDINGS, EXTENSIONS, EncodedImage
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.image_set import facts_of_images
-from dino_ds.data.images import Source, UnreadableImage
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.shards import CLASSES, INDEX
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_members import index_line
@@ -30,29 +30,26 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import ShardOptions
 from dino_ds.options.definition import Result
 
-_CHECKSUMS, _BAD, _PLAN = "checksums.sha256", "unreadable.txt", "shards.json"
-"""Files beside the shards: a line for each finished shard, a line for each unreadable image, the images and options."""
-_MAX_PIXELS = 178956970
-"""Pillow's own limit, not the recipe's: shrinking is a way to bring images below the recipe's."""
+_CHECKSUMS, _BAD = "checksums.sha256", "unreadable.txt"
+"""Files beside the shards: a line for each finished shard, and for each unreadable image."""
+_MAX_PIXELS = 178956970  # Pillow's own limit, not the recipe's: shrinking is a way to bring images below the recipe's
 _QUALITY = 90
-_MOST_PARTS = 64
-"""Most parts of a path in a shard: not every file system takes deeper folders."""
+_MOST_PARTS = 64  # most parts of a path in a shard: not every file system takes deeper folders
 _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
 
 def run(options: ShardOptions) -> Result:
-    """Write the shards into `out`; the same command after an interruption continues where it stopped.
-
-    Raises ConfigError for impossible options, DataError for images or a disk that can't be used.
-    """
+    """Write the shards into `out`; the same command after an interruption continues where it stopped. Raises
+    ConfigError for impossible options, DataError for images or a disk that can't be used."""
     begin = time.monotonic()
     if is_url(options.out):
         raise ConfigError(f"--out {options.out} is not a folder: write the shards to a disk, then copy them there")
     images = build_source("folder", options.root, "train", False)
     assert isinstance(images, EncodedImages)  # all forms of data.root are
     folder = Path(os.path.expanduser(options.out))
+    plan = {"shard_size": options.shard_size, "shrink": options.shrink, **facts_of_images(images)}
     try:
-        _begin_or_continue(folder, {"shard_size": options.shard_size, "shrink": options.shrink}, images)
+        _begin_or_continue(folder, json.dumps(plan, indent=1))
         shards = _Shards(folder, images, options.shrink, options.shard_size)
         _write_missing(shards, options.workers)
         bad = [*dict.fromkeys(_lines(folder / _BAD))]
@@ -76,10 +73,10 @@ def run(options: ShardOptions) -> Result:
     return Result(facts, "\n".join(lines))
 
 
-def _begin_or_continue(folder: Path, options: dict[str, Any], images: Source) -> None:
+def _begin_or_continue(folder: Path, plan: str) -> None:
     """Write a description of the shards into a new folder, or compare it with theirs. Raises ConfigError for others."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, plan = folder / _PLAN, json.dumps({**options, **facts_of_images(images)}, indent=1)
+    path = folder / "shards.json"
     if path.is_file():
         if path.read_text() != plan:
             raise ConfigError(
@@ -128,7 +125,11 @@ class _Shards(Dataset[tuple[str, list[str], str]]):
                 except UnreadableImage as error:
                     bad.append(str(error))
                     continue
-                name = _unused(name, taken)
+                (stem, ending), again = os.path.splitext(name), 1
+                while name in taken:  # a list may name an image twice
+                    again += 1
+                    name = f"{stem}~{again}{ending}"
+                taken.add(name)
                 _add(archive, name, data)
                 folder, slash, base = name.rpartition("/")
                 key = folder + slash + base.partition(".")[0]
@@ -155,37 +156,21 @@ def _write_missing(shards: _Shards, workers: int | None) -> None:
     bar = tqdm(total=len(shards.images), initial=len(shards.images) - todo, desc="sharding", unit=" images")
     with started(loader, shards.images) as records, bar:
         for number in missing:
-            digest, unreadable, line = _next(records)
+            try:
+                [(digest, unreadable, line)] = next(records)
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise DataError(
+                    "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
+                    "try fewer --workers"
+                ) from None
+            if not digest:
+                raise DataError(unreadable[0])
             _append(shards.folder / _BAD, unreadable)
             _append(index, [line])
             _append(path, [f"{digest}  {shards.names[number]}"])
             bar.update(len(shards.range_of(number)))
-
-
-def _next(records: Any) -> tuple[str, list[str], str]:
-    try:
-        [(digest, texts, line)] = next(records)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise DataError(
-            "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
-            "try fewer --workers"
-        ) from None
-    if not digest:
-        raise DataError(texts[0])
-    return digest, texts, line
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    """`name`, with a number if it is taken already: a list may name an image twice."""
-    stem, ending = os.path.splitext(name)
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{stem}~{number}{ending}"
-    taken.add(name)
-    return name
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -211,7 +196,11 @@ def _write_text(path: Path, lines: Iterable[str]) -> None:
 def repack(source: EncodedImages, index: int, shrink: int | None) -> tuple[str, bytes]:
     """The name and bytes of an image in a shard: its file, or, if the shorter side has more than `shrink` pixels, a
     JPEG of that size. Raises UnreadableImage."""
-    name, data = _member_of(source, index), source.read(index)
+    text = source.member(index)
+    parts = [part for part in text.replace("\0", "?").split("/") if part not in ("", ".", "..")] or [str(index)]
+    # A safe relative path: never absolute, no .. and nothing hidden.
+    name = "/".join([*parts[-_MOST_PARTS:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
+    data = source.read(index)
     smaller = None if shrink is None else _shrunk(data, shrink, source.name(index))
     if smaller is not None:
         data = smaller
@@ -223,15 +212,6 @@ def repack(source: EncodedImages, index: int, shrink: int | None) -> tuple[str, 
         except Exception:
             raise UnreadableImage(source.name(index), "not an image of a known format") from None
     return name, data
-
-
-def _member_of(source: EncodedImages, index: int) -> str:
-    """The image's name within the data set as a safe relative path: never absolute, no .. and nothing hidden."""
-    text: str = getattr(source, "member", source.name)(index)
-    parts = [part for part in text.replace("\0", "?").split("/") if part not in ("", ".", "..")]
-    if not parts:
-        return str(index)
-    return "/".join([*parts[-_MOST_PARTS:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
 
 
 def _shrunk(data: bytes, side: int, name: str) -> bytes | None:

@@ -7,8 +7,8 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,14 @@ from PIL import Image
 
 from dino_ds.basics.files import is_url, opened
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
-from dino_ds.data.images import UnreadableImage, in_channels
+from dino_ds.data.images import UnreadableImage, find_placeholder, in_channels
 from dino_ds.data.listing import Contents, Labels, Listing, find_listing, printable
 from dino_ds.data.remote import FilePiece, Remote
+from dino_ds.errors import DataError, one_line
 
 MAX_BYTES = 1 << 30
 """Size of the largest file that is read as an image."""
-_SPREAD = 0x9E3779B97F4A7C15
-"""Odd factor that keeps inode numbers of several devices apart."""
+_SPREAD = 0x9E3779B97F4A7C15  # odd factor that keeps inode numbers of several devices apart
 
 
 class EncodedImages(ABC):
@@ -53,10 +53,7 @@ class EncodedImages(ABC):
         files or folders, hard links, or other spellings."""
 
     def load(self, index: int) -> Image.Image | np.ndarray:
-        """RGB image; from a file deeper than 8 bits or with other channels, its stored values (h, w, c).
-
-        Raises UnreadableImage.
-        """
+        """RGB image; from a deeper file or one of other channels, stored values (h, w, c). Raises UnreadableImage."""
         image = EncodedImage(self.read(index), self.name(index), MAX_PIXELS)
         values = in_channels(image.values(), image.channels)
         return values if image.deep or image.channels != 3 else Image.fromarray(values)
@@ -68,22 +65,32 @@ def size_and_time(state: os.stat_result) -> list[int]:
 
 def _local_state(file: str) -> tuple[int, ...] | None:
     """Size and time of a file on a disk; None for an address, and where nothing is."""
-    try:
+    with suppress(OSError):
         return None if is_url(file) else tuple(size_and_time(os.stat(file)))
-    except OSError:
-        return None
+    return None
+
+
+@contextmanager
+def naming_file(file: str, form: str) -> Iterator[None]:
+    """Raises DataError that names the file in place of a library's errors, which have several families."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = find_placeholder(file) or one_line(error, 200)
+        raise DataError(f"{printable(file)} cannot be read as {form}: {reason}") from None
 
 
 class RowImages(EncodedImages):
     """Images that are stored as rows of files, file after file."""
 
-    _parts: list[str]
-    """Name of each file's dataset, such as /images, or ""."""
-    _ends: np.ndarray
-    """Number of images up to each file's end."""
+    _parts: list[str]  # name of each file's dataset, such as /images, or ""
+    _ends: np.ndarray  # number of images up to each file's end
 
     def __init__(self, files: list[str]) -> None:
-        self._files = [file if is_url(file) else os.path.abspath(file) for file in files]
+        self.elsewhere = is_url(files[0])
+        self._files = files if self.elsewhere else list(map(os.path.abspath, files))
         self._states = [_local_state(file) for file in self._files]
         self.notes: list[str] = []
 
@@ -103,17 +110,23 @@ class RowImages(EncodedImages):
         """Time of the file's last change in nanoseconds. Raises OSError."""
         return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
 
-    def _check_unchanged(self, index: int) -> None:
-        """Raises OSError if the file of an image has changed since it was opened first."""
-        file = self._find(index)[0]
-        if _local_state(self._files[file]) != self._states[file]:
-            raise OSError("changed since its rows were listed")
+    @contextmanager
+    def _naming_image(self, index: int, form: str) -> Iterator[None]:
+        """Raises UnreadableImage where a library can't read an image, or its file has changed since it was opened."""
+        try:
+            yield
+            file = self._find(index)[0]
+            if _local_state(self._files[file]) != self._states[file]:
+                raise OSError("changed since its rows were listed")
+        except Exception as error:
+            if self.elsewhere and isinstance(error, DataError):  # what does not come from a server ends a run
+                raise
+            raise UnreadableImage(self.name(index), f"{form}: {one_line(error, 200)}") from None
 
     def file_keys(self) -> np.ndarray:
-        keys, begins = np.empty(len(self), np.uint64), [0, *self._ends]
-        for file, part, begin, end in zip(self._files, self._parts, begins, self._ends, strict=False):
-            keys[begin:end] = np.arange(end - begin, dtype=np.uint64) + np.uint64(archive_key(file, part))
-        return keys
+        begins = np.array(list(map(archive_key, self._files, self._parts)), np.uint64)
+        counts = np.diff(self._ends, prepend=0)
+        return np.concatenate([np.arange(n, dtype=np.uint64) + key for n, key in zip(counts, begins, strict=True)])
 
     def _find(self, index: int) -> tuple[int, int]:
         """File and row of an image."""
@@ -128,8 +141,7 @@ class ListedImages(EncodedImages):
     labels: Labels | None
     classes: list[str] | None
     _names: Sequence[str]
-    _opened: tuple[str, ...] = ("_names", "labels", "classes")
-    """Attributes that `_open` sets from the listing."""
+    _opened: tuple[str, ...] = ("_names", "labels", "classes")  # attributes that `_open` sets from the listing
 
     def __init__(
         self, kind: str, key: str, build: Callable[[], Contents], is_current: Callable[[Listing], bool] = lambda _: True
@@ -141,8 +153,10 @@ class ListedImages(EncodedImages):
         self._open(find_listing(kind, key, is_usable, build))
 
     def _open(self, listing: Listing) -> None:
-        self._listing, self._names, self.notes = listing, listing.texts("names"), listing.notes
-        self.labels, self.classes = listing.labels, listing.classes
+        arrays, self.notes = listing.arrays, [*listing.about.get("notes", [])]
+        self._listing, self._names = listing, listing.texts("names")
+        self.labels = Labels(arrays["labels"]) if "labels" in arrays else None
+        self.classes = list(map(printable, listing.texts("classes"))) if "classes.ends" in arrays else None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -200,11 +214,14 @@ class ListedFiles(ListedImages):
         numbers, of_folder, names = dict[str, int](), array("q"), array("q")
         for index in range(len(self)):
             folder, _, name = self._path(index).rpartition("/")
-            of_folder.append(numbers.setdefault(_real_folder(folder), len(numbers)))
+            of_folder.append(numbers.setdefault(real_folder(folder), len(numbers)))
             names.append(hash(name))
         keys, order = np.empty(len(self), np.uint64), np.argsort(of_folder, kind="stable")
         for folder, rows in zip(numbers, np.split(order, np.cumsum(np.bincount(of_folder))[:-1]), strict=True):
-            known = keys_in(folder)
+            known = dict[int, int]()
+            with suppress(OSError), os.scandir(folder) as entries:  # a folder may not be readable
+                folder_keys = FolderKeys(os.stat(folder).st_dev)
+                known = {hash(entry.name): folder_keys.of(entry) for entry in entries}
             for row in rows.tolist():
                 key = known.get(names[row])
                 keys[row] = file_key(self._path(row)) if key is None else key
@@ -232,30 +249,17 @@ class NamedFiles(ListedFiles):
         vars(self).update(state)
 
 
-def canonical_place(path: str, folder: str) -> str:
-    """Canonical path of a file: relative to `folder` if the file lies there, else with all links resolved."""
-    if is_url(path):
-        return path.removeprefix(f"{folder}/")
-    path = os.path.normpath(path)
-    for above in (os.path.normpath(folder), _real_folder(folder)):
-        if path.startswith(f"{above}{os.sep}"):
-            return path[len(above) + 1 :]
-        path = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
-    return path
-
-
 @functools.lru_cache(1 << 18)  # a list may name images of many folders in any order
-def _real_folder(path: str) -> str:
+def real_folder(path: str) -> str:
     return os.path.realpath(path.replace("\0", "?"))
 
 
 def file_key(path: str) -> int:
     """A number for the file that a path leads to, by whatever links or spelling; by the path where no file is."""
-    try:
+    with suppress(OSError, ValueError):  # not there, an address, or with a NUL
         state = os.stat(path)
-    except (OSError, ValueError):  # not there, an address, or with a NUL
-        return _path_key(path)
-    return key_on(state.st_dev, state.st_ino)
+        return key_on(state.st_dev, state.st_ino)
+    return _hashed(os.path.realpath(path.replace("\0", "?")))
 
 
 def key_on(device: int, inode: int) -> int:
@@ -268,19 +272,13 @@ def archive_key(path: str, part: str = "") -> int:
     return _hashed(f"{file_key(path)}:{part}")
 
 
-def _path_key(path: str) -> int:
-    return _hashed(os.path.realpath(path.replace("\0", "?")))
-
-
 def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=8).digest(), "little")
 
 
 class FolderKeys:
-    """The `file_key` of entries of one folder on a device, without opening files, but for links.
-
-    Where a file system's folders do not list true inode numbers, files are told apart by path.
-    """
+    """The `file_key` of entries of one folder on a device, without opening files, but for links; by path where a file
+    system's folders do not list true inode numbers."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -291,12 +289,5 @@ class FolderKeys:
             return file_key(os.fsdecode(entry.path))
         if self._lists_inodes is None:
             self._lists_inodes = entry.stat().st_ino == entry.inode()
-        return key_on(self._device, entry.inode()) if self._lists_inodes else _path_key(os.fsdecode(entry.path))
-
-
-def keys_in(folder: str) -> dict[int, int]:
-    """The `file_key` of each entry of a folder by the hash of its name; {} for a folder that can't be listed."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        keys = FolderKeys(os.stat(folder).st_dev)
-        return {hash(entry.name): keys.of(entry) for entry in entries}
-    return {}
+        path = os.fsdecode(entry.path)
+        return key_on(self._device, entry.inode()) if self._lists_inodes else _hashed(os.path.realpath(path))

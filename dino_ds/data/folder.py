@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,24 +19,14 @@ from tqdm import tqdm
 
 from dino_ds.basics.files import is_url, read_lines
 from dino_ds.data.decode import EXTENSIONS, is_image_file, is_left_out, note_left_out
-from dino_ds.data.encoded import FolderKeys, ListedFiles, canonical_place, key_on
+from dino_ds.data.encoded import FolderKeys, ListedFiles, key_on, real_folder, size_and_time
 from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.data.listing import (
-    Contents,
-    FolderLabels,
-    Listing,
-    Packer,
-    Texts,
-    is_hidden,
-    label_arrays,
-    printable,
-)
+from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, is_hidden, label_arrays, printable
 from dino_ds.data.remote import FilePiece, Remote
 from dino_ds.data.remote_request import check_url
 from dino_ds.errors import DataError
 
-_LOOKED_AT = 20
-"""Lines of a list that are checked to be files."""
+_LOOKED_AT = 20  # lines of a list that are checked to be files
 _THREADS = 16
 _CHUNK = 256
 _FRESH_NANOSECONDS = 2_000_000_000
@@ -80,10 +71,8 @@ class ListFile(ListedFiles):
         self._folder = os.path.dirname(listed)
         try:
             text = Remote().read(FilePiece(listed)) if is_url(listed) else None
-            now = os.stat(listed) if text is None else None
-            state = f"{now.st_size}\n{now.st_mtime_ns}" if now else hashlib.sha256(text or b"").hexdigest()
-            key = f"{listed}\n{state}"
-            super().__init__("list", key, lambda: _parse(listed, text))
+            state = size_and_time(os.stat(listed)) if text is None else hashlib.sha256(text).hexdigest()
+            super().__init__("list", f"{listed}\n{state}", lambda: _parse(listed, text))
         except OSError as error:
             raise DataError(f"{printable(listed)} cannot be read: {error.strerror or error}") from None
         self.elsewhere = bool(self._listing.about.get("elsewhere"))
@@ -98,7 +87,16 @@ class ListFile(ListedFiles):
             )
 
     def listed_place(self, index: int) -> str:
-        return canonical_place(self._path(index), self._folder)
+        """Canonical path of a file: relative to the list's folder if it lies there, else with all links resolved."""
+        path = self._path(index)
+        if is_url(path):
+            return path.removeprefix(f"{self._folder}/")
+        path = os.path.normpath(path)
+        for above in (os.path.normpath(self._folder), real_folder(self._folder)):
+            if path.startswith(f"{above}{os.sep}"):
+                return path[len(above) + 1 :]
+            path = os.path.join(real_folder(os.path.dirname(path)), os.path.basename(path))
+        return path
 
 
 @dataclass(frozen=True)
@@ -121,27 +119,26 @@ class _Folder:
 def _build(root: Path) -> Contents:
     begin = time.time_ns()
     folders = _scan(root)
-    names, classes, paths, files = Packer(), FolderLabels(), Packer(), array("Q")
+    names, classes, paths, keys = Packer(), FolderLabels(), Packer(), array("Q")
     for path, key in _in_order(folders):
         names.add(path)
         classes.add(path)
-        files.append(key)
+        keys.append(key)
+    notes = note_left_out(path for folder in folders.values() for path in folder.others)
     if not len(names):
-        top = folders[b""]
-        first_level = [os.fsdecode(name) for name in sorted([*top.folders, *top.linked])]
-        empty = _describe_empty(root, sum(folder.files for folder in folders.values()), first_level)
-        raise DataError("; ".join([empty, *_left_out(folders)]))
+        files = sum(folder.files for folder in folders.values())
+        inside = [os.fsdecode(name) for name in sorted([*folders[b""].folders, *folders[b""].linked])]
+        seen = f"{len(inside)} folders" + (f": {' '.join(inside[:5])}" if inside else "")
+        looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{' ...' if len(inside) > 5 else ''}"
+        listed = "; a .txt list may name images of other endings" if files else ""
+        empty = f"no images under {root} ({looked}{listed}). Give the folder that holds the images"
+        raise DataError("; ".join([empty, *notes]))
     times = np.array([folder.time for folder in folders.values()])
     times[times > begin - _FRESH_NANOSECONDS] = -1
     for path in folders:
         paths.add(path)
     arrays = {**names.arrays("names"), **classes.arrays(), **paths.arrays("folders"), "folders.times": times}
-    arrays["files"] = np.frombuffer(files, np.int64)
-    return Contents(arrays, {"notes": _left_out(folders)})
-
-
-def _left_out(folders: dict[bytes, _Folder]) -> list[str]:
-    return note_left_out([path for folder in folders.values() for path in folder.others])
+    return Contents(arrays | {"files": np.frombuffer(keys, np.int64)}, {"notes": notes})
 
 
 def _is_current(root: str, known: Listing) -> bool:
@@ -149,26 +146,19 @@ def _is_current(root: str, known: Listing) -> bool:
     folders, times = known.texts("folders"), known.arrays["folders.times"]
 
     def unchanged(first: int) -> bool:
-        return all(_time(root, folders, i) == times[i] for i in range(first, min(first + _CHUNK, len(folders))))
-
-    if times.min() < 0:
+        chunk = range(first, min(first + _CHUNK, len(folders)))
+        with suppress(OSError):
+            return all(os.stat(os.path.join(root, folders[i])).st_mtime_ns == times[i] for i in chunk)
         return False
+
     with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
-        return all(pool.map(unchanged, range(0, len(folders), _CHUNK)))
-
-
-def _time(root: str, folders: Texts, index: int) -> int | None:
-    try:
-        return os.stat(os.path.join(root, folders[index])).st_mtime_ns
-    except OSError:
-        return None
+        return bool(times.min() >= 0) and all(pool.map(unchanged, range(0, len(folders), _CHUNK)))
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
     """Folders of the tree by relative path; a folder with several links is read once, under its real path if that is
     inside the tree. Raises DataError for a folder that can't be read."""
-    tree: dict[bytes, _Folder] = {}
-    seen: set[tuple[int, int]] = set()
+    tree, seen = dict[bytes, _Folder](), set[tuple[int, int]]()
     level, linked, part = [b""], list[bytes](), key_on(os.stat(root).st_dev, 0)
     bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
@@ -196,7 +186,11 @@ def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
             for entry in entries:
                 if is_hidden(entry.name):
                     continue
-                if _is_folder(entry):
+                try:
+                    is_folder = entry.is_dir()
+                except OSError:
+                    is_folder = False  # a link to itself: an unreadable file
+                if is_folder:
                     (linked if entry.is_symlink() else folders).append(prefix + entry.name)
                 else:
                     files += 1
@@ -212,13 +206,6 @@ def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
     time = state.st_mtime_ns if state.st_mtime_ns > 0 else -1
     identity = (state.st_dev, state.st_ino)
     return _Folder(path, time, identity, b"\0".join(images), keys, sorted(folders), sorted(linked), files, others)
-
-
-def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False  # a link to itself: an unreadable file
 
 
 def _in_order(folders: dict[bytes, _Folder]) -> Iterator[tuple[bytes, int]]:
@@ -263,32 +250,20 @@ def _parse(path: str, text: bytes | None) -> Contents:
             continue
         names.add(name)
         labels.append(numbers.setdefault(label, len(numbers)) if label else -1)
-    classes = sorted(
-        numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
-    )  # numbers by value
+    classes = sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
-    notes = []
-    if hidden:
-        example = printable(os.fsdecode(hidden[0]))
-        notes.append(f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot")
-    return Contents({**names.arrays("names"), **arrays}, {"notes": notes, "elsewhere": elsewhere})
+    example = printable(os.fsdecode(hidden[0])) if hidden else ""
+    note = f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot"
+    about = {"notes": [note] if hidden else [], "elsewhere": elsewhere}
+    return Contents({**names.arrays("names"), **arrays}, about)
 
 
 def describe_missing(root: Path) -> str:
     """Error text for a missing folder of images, with the nearest name beside it."""
     if os.path.exists(root):
         return f"{root} is neither a folder nor a file; wanted is a folder of images"
-    parent = root.parent
-    names = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if os.path.isdir(parent) else []
-    near = difflib.get_close_matches(root.name, names, n=1)
-    if near:
-        return f"{root} does not exist. Did you mean {parent / near[0]}?"
+    names = [entry.name for entry in os.scandir(root.parent) if entry.is_dir()] if os.path.isdir(root.parent) else []
+    if near := difflib.get_close_matches(root.name, names, n=1):
+        return f"{root} does not exist. Did you mean {root.parent / near[0]}?"
     existing = next((folder for folder in root.parents if os.path.isdir(folder)), Path("/"))
     return f"{root} does not exist (its part {existing.absolute()} does): give a folder of images"
-
-
-def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
-    seen = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
-    looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{' ...' if len(folders) > 5 else ''}"
-    listed = "; a .txt list may name images of other endings" if files else ""
-    return f"no images under {root} ({looked}{listed}). Give the folder that holds the images"

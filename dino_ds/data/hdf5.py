@@ -5,26 +5,21 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from dino_ds.data.encoded import MAX_BYTES, RowImages
-from dino_ds.data.images import UnreadableImage, find_placeholder
+from dino_ds.data.encoded import MAX_BYTES, RowImages, naming_file
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Labels, note_unnamed, printable
-from dino_ds.errors import ConfigError, DataError, one_line
+from dino_ds.errors import ConfigError, DataError
 
-_OPEN_FILES = 32
-"""Largest number of files that a process keeps open."""
-_CACHE = 16 << 20
-"""Bytes of decompressed chunks that a process keeps for each dataset."""
-_MOST_NAMES = 10_000
-"""Largest number of names in a file that are searched for a fitting dataset."""
+_OPEN_FILES = 32  # largest number of files that a process keeps open
+_CACHE = 16 << 20  # bytes of decompressed chunks that a process keeps for each dataset
+_MOST_NAMES = 10_000  # largest number of names in a file that are searched for a fitting dataset
 _MOST_ROWS = 10**9
-_DEFLATE = 1
-"""Number of the filter that h5py calls gzip."""
+_DEFLATE = 1  # number of the filter that h5py calls gzip
 _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
 
@@ -40,42 +35,35 @@ class Hdf5Images(RowImages):
     def __init__(self, files: list[str], name: str | None = None) -> None:
         import_h5py()
         super().__init__(files)
-        counts, labels = list[int](), list[np.ndarray | None]()
+        counts, labels = list[int](), list[np.ndarray]()
         self._parts = []
         for file in self._files:
-            try:
-                with _open(file) as opened:
-                    dataset = _named(opened, name) if name is not None else _only(opened)
-                    if problem := _problem(dataset):
-                        raise DataError(f"{printable(f'{file}:{dataset.name}')} {problem}; wanted is {_FITTING}")
-                    self._parts.append(dataset.name)
-                    counts.append(len(dataset))
-                    labels.append(_labels_beside(opened, dataset, self.notes))
-            except DataError:
-                raise
-            except Exception as error:  # h5py raises OSError, KeyError, RuntimeError and others for a broken file
-                reason = find_placeholder(file) or one_line(error, 200)
-                raise DataError(f"{printable(file)} cannot be read as HDF5: {reason}") from None
-        self._ends = np.cumsum(counts)
-        self.labels, self.classes = _number(labels, counts)
-        self.notes += note_unnamed(map(os.path.dirname, self._files)) if self.classes else []
+            with naming_file(file, "HDF5"), _open(file) as opened:
+                dataset = _named(opened, name) if name is not None else _only(opened)
+                if problem := _problem(dataset):
+                    raise DataError(f"{printable(f'{file}:{dataset.name}')} {problem}; wanted is {_FITTING}")
+                self._parts.append(dataset.name)
+                counts.append(len(dataset))
+                labels.append(_labels_beside(opened, dataset, self.notes))
+        self._ends, numbers = np.cumsum(counts), np.concatenate(labels)
+        if len(classes := np.unique(numbers[numbers >= 0])):
+            ranks = np.where(numbers >= 0, np.searchsorted(classes, numbers), -1).astype(np.int32)
+            self.labels, self.classes = Labels(ranks), list(map(str, classes.tolist()))
+            self.notes += note_unnamed(map(os.path.dirname, self._files))
 
     def read(self, index: int) -> bytes:
         file, row = self._find(index)
-        try:
+        with self._naming_image(index, "HDF5"):
             dataset = _dataset(os.getpid(), self._files[file], self._states[file], self._parts[file])
             value = _read_rows(dataset, row, row + 1)[0]
-            self._check_unchanged(index)
-            if isinstance(value, np.void):  # opaque bytes of one length
-                return value.tobytes()
-            if value.dtype == np.uint8 and value.ndim == 1:
-                data = value.tobytes()
-            else:
-                stream = io.BytesIO()
-                np.lib.format.write_array(stream, np.ascontiguousarray(value), (1, 0), allow_pickle=False)
-                data = stream.getvalue()
-        except Exception as error:  # h5py raises many types, as above
-            raise UnreadableImage(self.name(index), f"HDF5: {one_line(error, 200)}") from None
+        if isinstance(value, np.void):  # opaque bytes of one length
+            return value.tobytes()
+        if value.dtype == np.uint8 and value.ndim == 1:
+            data = value.tobytes()
+        else:
+            stream = io.BytesIO()
+            np.lib.format.write_array(stream, np.ascontiguousarray(value), (1, 0), allow_pickle=False)
+            data = stream.getvalue()
         if not data:
             raise UnreadableImage(self.name(index), "no bytes in this row")
         return data
@@ -140,17 +128,14 @@ def _datasets_in_words(opened: Any) -> str:
 
 def _datasets(opened: Any) -> list[Any]:
     """Datasets of a file, without following links."""
-    h5py, datasets, seen = import_h5py(), list[Any](), 0
+    items = list[Any]()
 
     def visit(_: str, item: Any) -> bool | None:
-        nonlocal seen
-        seen += 1
-        if isinstance(item, h5py.Dataset):
-            datasets.append(item)
-        return True if seen >= _MOST_NAMES else None
+        items.append(item)
+        return True if len(items) >= _MOST_NAMES else None
 
     opened.visititems(visit)
-    return datasets
+    return [item for item in items if isinstance(item, import_h5py().Dataset)]
 
 
 def _problem(dataset: Any) -> str:
@@ -207,8 +192,8 @@ def _why_not_stored(dataset: Any) -> str:
     return f"has {len(dataset)} images in a file of {there} bytes" if len(dataset) > there else ""
 
 
-def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | None:
-    """Class numbers (n,) next to a dataset, or None; `notes` gets a line for values that can't be classes."""
+def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray:
+    """Class numbers (n,) next to a dataset, or all -1; `notes` gets a line for values that can't be classes."""
     h5py, group = import_h5py(), opened[os.path.dirname(dataset.name) or "/"]
     for name in _LABELS:
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
@@ -220,16 +205,4 @@ def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | 
             return np.asarray(_read_rows(values, 0, len(values)), np.int64).reshape(-1)
         labels = f"{values.name} {values.shape} {values.dtype} of {opened.filename}"
         notes.append(printable(f"{labels} is not read as classes: it must be whole numbers, one an image"))
-    return None
-
-
-def _number(
-    labels_of_files: Sequence[np.ndarray | None], counts: Sequence[int]
-) -> tuple[Labels | None, list[str] | None]:
-    """Labels of all files, which have `counts` images, and names of the classes; -1 for no class, also in files without
-    labels. (None, None) if no image has a class."""
-    pairs = zip(labels_of_files, counts, strict=True)
-    labels = np.concatenate([np.full(count, -1) if known is None else known for known, count in pairs])
-    classes = np.unique(labels[labels >= 0])
-    numbers = np.where(labels >= 0, np.searchsorted(classes, labels), -1).astype(np.int32)
-    return (Labels(numbers), list(map(str, classes.tolist()))) if len(classes) else (None, None)
+    return np.full(len(dataset), -1)

@@ -8,6 +8,7 @@ import heapq
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,7 @@ from dino_ds.data.mixture import draws_in
 from dino_ds.errors import DataError
 
 _SAMPLE = 1024
-_READ = 64
-"""Images whose content is hashed: a small batch, and enough to notice if one in twenty has changed."""
-_NO_SIZE = -1
-_THREADS, _CHUNK = 16, 1024
+_READ = 64  # images whose content is hashed: a small batch, and enough to notice if one in twenty has changed
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,8 @@ class ImageSet:
         sizes = {value: _size(source, index) for value, index in chosen}
         joined = source.joined if isinstance(source, Joined) else ()
         parts = {path: ImageSet.of(part, None) for path, part in joined}
-        draws = draws_in(source)
-        groups = "" if draws is None else draws.digest
-        contents = _contents(source, chosen[:_READ])
-        return ImageSet(len(source), order.hexdigest(), sizes, contents, parts, groups)
+        groups = "" if (draws := draws_in(source)) is None else draws.digest
+        return ImageSet(len(source), order.hexdigest(), sizes, _contents(source, chosen[:_READ]), parts, groups)
 
     def to_json(self) -> dict[str, Any]:
         sample, contents = _packed("<Qq", self.sample), _packed("<QQ", self.contents)
@@ -84,15 +80,12 @@ class ImageSet:
             ) from None
 
     def changes(self, now: ImageSet) -> str:
-        """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none.
-
-        Differences of a mixture are named by source if its paths are unchanged.
-        """
+        """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none. Those
+        of a mixture are named by source if its paths are unchanged."""
+        words = self._changes(now)
         if self.parts and self.parts.keys() == now.parts.keys():
             changed = ((path, part.changes(now.parts[path])) for path, part in self.parts.items())
             words = "; ".join(f"{path}: {change}" for path, change in changed if change)
-        else:
-            words = self._changes(now)
         if not words and self.groups and now.groups and self.groups != now.groups:
             return f"{now.count} images as before: some are of another class or cluster"
         return words
@@ -133,8 +126,19 @@ def digest_of(source: Source, indices: Sequence[int]) -> str:
 
 
 def facts_of_images(source: Source) -> dict[str, Any]:
-    """Facts of a source as JSON, which `changed_images` compares between the starts of a command."""
-    return {"format": FORMAT, "images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
+    """Facts of a source as JSON, which `changed_images` compares between the starts of a command: a description of its
+    images, and a hash of the sizes and times of all files, None for a source without them."""
+    images, file_time = ImageSet.of(source, None).to_json(), getattr(source, "file_time", None)
+    digest = hashlib.blake2b(digest_size=16)
+
+    def described(first: int) -> bytes:
+        indices = range(first, min(first + 1024, len(source)))
+        return b"".join(struct.pack("<qq", _size(source, i), _known(file_time, i)) for i in indices)
+
+    with ThreadPoolExecutor(16) as pool:  # a network file system answers many at once
+        for part in pool.map(described, range(0, len(source) if file_time else 0, 1024)):
+            digest.update(part)
+    return {"format": FORMAT, "images": images, "times": digest.hexdigest() if file_time else None}
 
 
 def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -144,23 +148,6 @@ def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not changes and before.get("times") != now["times"]:
         return f"{new.count} images of the same names, whose files have other sizes or times"
     return changes
-
-
-def times_of_files(source: Source) -> str | None:
-    """Hash of the sizes and times of all files, or None for a source without them."""
-    file_time = getattr(source, "file_time", None)
-    if file_time is None:
-        return None
-
-    def described(first: int) -> bytes:
-        indices = range(first, min(first + _CHUNK, len(source)))
-        return b"".join(struct.pack("<qq", _size(source, i), _known(file_time, i)) for i in indices)
-
-    digest = hashlib.blake2b(digest_size=16)
-    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
-        for part in pool.map(described, range(0, len(source), _CHUNK)):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _packed(form: str, values: Mapping[int, int]) -> str:
@@ -173,15 +160,13 @@ def _unpacked(form: str, text: str) -> dict[int, int]:
 
 def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
     """Hash of the file by hash of the name, for those (hash, index) pairs that can be read."""
-    read, contents = getattr(source, "read", None), dict[int, int]()
-    if read is None:
+    contents = dict[int, int]()
+    if (read := getattr(source, "read", None)) is None:
         return contents
     prepare_images(source, [index for _, index in chosen])
     for value, index in sorted(chosen, key=lambda pair: pair[1]):  # neighbors lie in one row group of a Parquet file
-        try:
+        with suppress(Exception):  # a user's source may raise anything: training reports it with the image's name
             contents[value] = int.from_bytes(hashlib.blake2b(read(index), digest_size=8).digest(), "little")
-        except Exception:  # a user's source may raise anything: training reports it with the image's name
-            continue
     return dict(sorted(contents.items()))
 
 
@@ -201,7 +186,6 @@ def _size(source: Source, index: int) -> int:
 
 
 def _known(ask: Callable[[int], int] | None, index: int) -> int:
-    try:
-        return int(ask(index)) if ask else _NO_SIZE
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return _NO_SIZE
+    with suppress(OSError, ValueError):  # ValueError: a NUL in the path
+        return int(ask(index)) if ask else -1
+    return -1

@@ -23,11 +23,9 @@ from dino_ds.data.images import (
 )
 from dino_ds.errors import ConfigError
 
-_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
-"""Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
+_FULL_SCALES = (255, 1023, 4095, 16383, 65535)  # highest values of unsigned integers of 8, 10, 12, 14 and 16 bits
 _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
-_ROWS = 256
-"""At least this many rows of a large image are averaged."""
+_ROWS = 256  # at least this many rows of a large image are averaged
 _LEAST_USED = 0.01
 """Smallest part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
 STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
@@ -112,10 +110,8 @@ class Sample:
             self.stacks += [source.name(index)] if getattr(image, "pages", 1) == wanted == 3 else []
 
     def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
-        """Value range of the images, and a sentence on it; None and "" if all have 8 bits.
-
-        Raises ConfigError, with `remedy` or the option as advice, if values do not tell which are black and white.
-        """
+        """Value range of the images, and a sentence on it; None and "" if all have 8 bits. Raises ConfigError, with
+        `remedy` or the option as advice, if values do not tell which are black and white."""
         if not self.deep:
             return None, ""
         if (chosen := self.chosen) is None:
@@ -128,13 +124,11 @@ class Sample:
     @property
     def chosen(self) -> ValueRange | None:
         """The range that the values of deep images show; None where they do not tell."""
-        kinds = {name.rstrip("0123456789") for name in self.types}
-        if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
-            return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))
-        if kinds == {"float"} and self.low >= 0 and self.high <= 1:
-            return 0.0, 1.0
-        if kinds == {"float"} and self.low >= 0 and 63 < self.high <= 255:  # 0 to 1.5 is of neither usual range
-            return 0.0, 255.0
+        kinds, (low, high) = {name.rstrip("0123456789") for name in self.types}, self.extremes
+        if kinds == {"uint"} and high <= _FULL_SCALES[-1]:
+            return 0.0, float(next(scale for scale in _FULL_SCALES if high <= scale))
+        if kinds == {"float"} and low >= 0 and (high <= 1 or 63 < high <= 255):  # 0 to 1.5 is of neither usual range
+            return 0.0, 1.0 if high <= 1 else 255.0
         return None
 
     @property
@@ -146,24 +140,21 @@ class Sample:
         return {image.type for image in self.deep}
 
     @property
-    def low(self) -> float:
-        return min(image.low for image in self.deep)
-
-    @property
-    def high(self) -> float:
-        return max(image.high for image in self.deep)
+    def extremes(self) -> ValueRange:
+        return min(image.low for image in self.deep), max(image.high for image in self.deep)
 
     @property
     def measured(self) -> ValueRange:
         """Lowest and highest value; fractions are rounded outwards to 3 digits."""
-        low, high = self.low, self.high
+        low, high = self.extremes
         if low == int(low) and high == int(high):
             return low, high if high > low else low + 1
         step = 10.0 ** (math.floor(math.log10(max(abs(low), abs(high)))) - 2)
         return math.floor(low / step) * step, math.ceil(high / step) * step
 
     def __str__(self) -> str:
-        types, values = " and ".join(sorted(self.types)), f"{self.low:.10g} to {self.high:.10g}"
+        types, (low, high) = " and ".join(sorted(self.types)), self.extremes
+        values = f"{low:.10g} to {high:.10g}"
         return f"{len(self.deep)} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
 
 

@@ -17,12 +17,11 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -34,55 +33,48 @@ _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
 """Names of a column or key with classes."""
-_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""Value in the name of a folder of rows without one."""
 _KEPT = 3
 _KEPT_SECONDS = 7 * 24 * 3600
 """The newest three files of a list are kept, and those opened within a week: jobs may still start workers with them."""
 
 
 def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
-    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it for the cache.
-
-    One process of a machine builds the list, the others wait for it. If the cache can't be written, the list is kept in
-    a temporary folder until the process ends. Raises DataError if this has no room either, and the errors of `build`.
-    """
+    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it, in one process of a
+    machine. If the cache can't be written, the list is kept in a temporary folder until the process ends. Raises
+    DataError if this has no room either, and the errors of `build`."""
     stem = f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}"
     folder = cache_folder()
     if listing := _find_current(folder, stem, is_current):
         return listing
-    with _one_process_at_a_time(folder, stem):
+    with ExitStack() as stack:
+        with suppress(OSError):  # no cache, or a file system without locks: two processes may do the same work
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fcntl.flock(stack.enter_context(open(folder / f"{stem}.lock", "w")), fcntl.LOCK_EX)
         if listing := _find_current(folder, stem, is_current):
             return listing
         contents = build()
+        arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
+        about = {"about": json.dumps(contents.about), "checksums": json.dumps(_checksums(arrays))}
         for find_folder in (lambda: folder, lambda: Path(_temporary().name)):
             try:
-                kept = find_folder()
-                listing = save_listing(kept / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
-                _prune(kept, stem)
-                return listing
-            except OSError as error:
+                path = find_folder() / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors"
+                with replacing(path) as part:
+                    save_file(arrays, part, {"format": str(FORMAT), **about})
+                for old in _newest_first(path.parent, stem)[_KEPT:]:
+                    with suppress(OSError):
+                        if old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                            old.unlink()
+                return Listing(path)
+            except Exception as error:  # safetensors has its own error for a full disk
                 reason = error
     raise DataError(f"the list of images can't be kept in {folder}: {reason}; set DINO_DS_CACHE to a folder with room")
-
-
-def save_listing(path: Path, contents: Contents) -> Listing:
-    """Write a list, whole or not at all. Raises OSError."""
-    try:
-        arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
-        with replacing(path) as part:
-            about = {"about": json.dumps(contents.about), "checksums": json.dumps(_checksums(arrays))}
-            save_file(arrays, part, {"format": str(FORMAT), **about})
-    except Exception as error:  # safetensors has its own error for a full disk
-        raise OSError(str(error)) from error
-    return Listing(path)
 
 
 def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]) -> Listing | None:
     for path in _newest_first(folder, stem):
         try:
             listing = Listing(path)
-            usable = is_current(listing) and listing.is_intact()
+            usable = is_current(listing) and _checksums(listing.arrays) == listing.checksums
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue  # of another format, or damaged: it will be replaced
         if usable:
@@ -100,29 +92,7 @@ def _newest_first(folder: Path, stem: str) -> list[Path]:
     return [path for _, path in sorted(files, reverse=True)]
 
 
-def _prune(folder: Path, stem: str) -> None:
-    for path in _newest_first(folder, stem)[_KEPT:]:
-        if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
-            with suppress(OSError):
-                path.unlink()
-
-
-@contextmanager
-def _one_process_at_a_time(folder: Path, stem: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = stack.enter_context(open(folder / f"{stem}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # no cache, or a file system without locks: two processes may do the same work
-        yield
-
-
-@cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when this process ends."""
-    return tempfile.TemporaryDirectory(prefix="dino_ds-")
+_temporary = cache(lambda: tempfile.TemporaryDirectory(prefix="dino_ds-"))  # removed when this process ends
 
 
 class Listing:
@@ -139,7 +109,7 @@ class Listing:
         if metadata["format"] != str(FORMAT):
             raise ValueError(f"{path} is of another format")
         self.about: dict[str, Any] = json.loads(metadata["about"])
-        self._checksums: dict[str, int] = json.loads(metadata["checksums"])
+        self.checksums: dict[str, int] = json.loads(metadata["checksums"])
         whole = np.memmap(path, np.uint8, "r")[8 + head :]
         if len(whole) != max(entry["data_offsets"][1] for entry in header.values()):
             raise ValueError(f"{path} is cut off")
@@ -153,22 +123,6 @@ class Listing:
 
     def texts(self, name: str) -> Texts:
         return Texts(self.arrays[f"{name}.bytes"], self.arrays[f"{name}.ends"])
-
-    def is_intact(self) -> bool:
-        """Whether all arrays are as they were written."""
-        return _checksums(self.arrays) == self._checksums
-
-    @property
-    def notes(self) -> list[str]:
-        return [*self.about.get("notes", [])]
-
-    @property
-    def labels(self) -> Labels | None:
-        return Labels(self.arrays["labels"]) if "labels" in self.arrays else None
-
-    @property
-    def classes(self) -> list[str] | None:
-        return [printable(name) for name in self.texts("classes")] if "classes.ends" in self.arrays else None
 
 
 def _reopen(path: Path) -> Listing:
@@ -204,10 +158,8 @@ class Packer:
         return len(self._ends)
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        return {
-            f"{name}.bytes": np.frombuffer(self._data, np.uint8),
-            f"{name}.ends": np.frombuffer(self._ends, np.int64),
-        }
+        data, ends = np.frombuffer(self._data, np.uint8), np.frombuffer(self._ends, np.int64)
+        return {f"{name}.bytes": data, f"{name}.ends": ends}
 
 
 class Texts(Sequence[str]):
@@ -252,14 +204,11 @@ class FolderLabels:
     all called train, val or test."""
 
     def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._labels = array("i")
-        self._everywhere = True
+        self._numbers, self._labels, self._everywhere = dict[bytes, int](), array("i"), True
 
     def add(self, path: bytes) -> None:
         first, slash, _ = path.partition(b"/")
-        if not slash:
-            self._everywhere = False
+        self._everywhere = self._everywhere and bool(slash)
         if self._everywhere:
             self._labels.append(self._numbers.setdefault(first, len(self._numbers)))
 
@@ -282,11 +231,9 @@ def label_arrays(order: list[int], numbers: np.ndarray, names: list[bytes]) -> d
 
 
 def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.ndarray]]:
-    """Match the classes of several sources by name; a name that a list has twice is two classes.
-
-    Returns all names in the order of first appearance, and for each list the joined number of each of its classes, with
-    -1 as the last entry, so that labels, -1 for none, can be its index.
-    """
+    """Match the classes of several sources by name; a name that a list has twice is two classes. Returns all names as
+    they first appear, and for each list the joined number of each of its classes, and -1 as the last entry, so that
+    labels, -1 for none, can be its index."""
     joined, numbers = dict[tuple[str, int], int](), list[np.ndarray]()
     for names in lists:
         seen, of_list = Counter[str](), list[int]()
@@ -295,38 +242,6 @@ def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.nda
             seen[name] += 1
         numbers.append(np.array([*of_list, -1], np.int32))
     return [name for name, _ in joined], numbers
-
-
-def merge_class_names(
-    labels: list[list[Any]], names: list[list[str]], files: list[str]
-) -> tuple[list[list[Any]], list[str]]:
-    """Labels of each file as numbers of one list of class names, and that list; `names` has the classes of each file.
-    Raises DataError for numbers without names in some files only."""
-    if all(some == names[0] for some in names):
-        return labels, names[0]
-    for values, some, file in zip(labels, names, files, strict=True):
-        if not all(value is None or value < len(some) for value in values):
-            raise DataError(
-                f"{printable(file)} has class numbers without names, unlike other files: write them into all files "
-                "(with datasets: ClassLabel), or give the files as parts of data.mixture"
-            )
-    classes, joined = join_classes(names)
-    for values, numbers in zip(labels, joined, strict=True):
-        values[:] = [int(numbers[-1 if value is None or value < 0 else value]) for value in values]
-    return labels, classes
-
-
-def partitions(files: list[str]) -> tuple[list[str | None], list[str]]:
-    """The class of each file by a folder such as label=cat below the files' common one; and a note on other folders."""
-    begin = len(os.path.commonpath(list(map(os.path.dirname, files)))) + 1
-    of_files = [dict(part.split("=", 1) for part in file[begin:].split("/")[:-1] if "=" in part) for file in files]
-    keys = list(dict.fromkeys(key for pairs in of_files for key in pairs))
-    key = next((name for name in LABEL_NAMES if name in keys), None)
-    if key is None:
-        folders = ", ".join(f"{printable(name)}=…" for name in keys[:3])
-        return [None] * len(files), [f"folders {folders} give no classes: call them label=…"] * bool(keys)
-    values = (pairs.get(key, _NULL) for pairs in of_files)
-    return [None if value == _NULL else unquote(value) for value in values], []
 
 
 def note_unnamed(places: Iterable[str]) -> list[str]:

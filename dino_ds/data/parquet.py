@@ -9,25 +9,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
-from dino_ds.basics.files import is_url
-from dino_ds.data.encoded import RowImages
-from dino_ds.data.images import UnreadableImage, find_placeholder
-from dino_ds.data.listing import LABEL_NAMES, Labels, merge_class_names, note_unnamed, partitions, printable
+from dino_ds.data.encoded import RowImages, naming_file
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.listing import LABEL_NAMES, Labels, join_classes, note_unnamed, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
-from dino_ds.errors import ConfigError, DataError, one_line
+from dino_ds.errors import ConfigError, DataError
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
-_OPEN_FILES = 32
-"""Most files that a process keeps open, with their footers."""
-_MOST_BYTES = 1 << 30
-"""Most bytes of a row group's column: each loader process reads an image with its whole group."""
-_MOST_AHEAD = 256 << 20
-"""Most bytes of row groups that are fetched before they are read."""
-_LOOKED_AT, _NUMBERS = 64, 1 << 16
-"""Rows per read: when looking for image bytes, and of a column of plain numbers."""
+_OPEN_FILES = 32  # most files that a process keeps open, with their footers
+_MOST_BYTES = 1 << 30  # most bytes of a row group's column: each loader process reads an image with its whole group
+_MOST_AHEAD = 256 << 20  # most bytes of row groups that are fetched before they are read
+_LOOKED_AT, _NUMBERS = 64, 1 << 16  # rows per read: when looking for image bytes, and of a column of plain numbers
+_NULL = "__HIVE_DEFAULT_PARTITION__"  # value in the name of a folder of rows without one
 
 
 @dataclass(eq=False)
@@ -54,28 +51,29 @@ class ParquetImages(RowImages):
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
         import_parquet()
         super().__init__(files)
-        self.elsewhere = is_url(files[0])
-        states = find_states(files) if self.elsewhere else []
+        self._elsewhere = list[_RemoteParquet]()
         if self.elsewhere:
+            states = find_states(files)
             self._remote, self.notes = remote_with_room(files, states, sum(size for size, _ in states), cache_gib)
-        self._elsewhere = [_RemoteParquet(self._remote, state) for state in states]
-        first, groups, ends, has_bytes = 0, [], [], False
+            self._elsewhere = [_RemoteParquet(self._remote, state) for state in states]
+        groups, ends, has_bytes = list[tuple[int, int]](), list[int](), False
         labels, names = list[list[Any]](), list[list[str]]()
         for number, file in enumerate(self._files):
-            try:
+            with naming_file(file, "Parquet"):
                 opened = _parquet_file(self._location(number))
                 if number == 0:
                     schema = opened.schema_arrow
                     self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
                 _check_alike(schema, opened.schema_arrow, self._column, label, (self._files[0], file))
-                state = states[number] if states else self._states[number]
+                state = self._elsewhere[number].state if self.elsewhere else self._states[number]
                 if state and (rows := opened.metadata.num_rows) > state[0]:
                     raise DataError(f"{printable(file)} has {rows} rows in {state[0]} bytes, so they hold no images")
                 labels.append([])
                 names.append(_class_names(opened.schema_arrow, label) if label is not None else [])
+                ends.append(ends[-1] if ends else 0)
                 for group in range(opened.num_row_groups):
-                    groups.append((first, group))
-                    first += opened.metadata.row_group(group).num_rows
+                    groups.append((ends[-1], group))
+                    ends[-1] += opened.metadata.row_group(group).num_rows
                     if _bytes_of(opened, group, self._column) > _MOST_BYTES:
                         raise DataError(
                             f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB of images,"
@@ -83,47 +81,30 @@ class ParquetImages(RowImages):
                         )
                     has_bytes = has_bytes or _has_bytes(opened, group, self._column)
                     if label is not None:
-                        labels[-1] += itertools.chain.from_iterable(
-                            part.to_pylist() for part in _read_parts(opened, group, label)
-                        )
-                ends.append(first)
-            except DataError:
-                raise
-            except Exception as error:  # pyarrow has its own family of errors beside Python's
-                reason = find_placeholder(file) or one_line(error, 200)
-                raise DataError(f"{printable(file)} cannot be read as Parquet: {reason}") from None
-        if not first:
+                        for part in _read_parts(opened, group, label):
+                            labels[-1] += part.to_pylist()
+        if not ends[-1]:
             raise DataError(f"no rows in {printable(self._files[0])}; fix data.root")
         if not has_bytes:
             raise DataError(
                 f"{printable(self._files[0])} has no bytes in its column {self._column}: write the paths that it "
                 "has into a .txt list, one a line, and give that as data.root"
             )
-        self._ends, self._groups = np.array(ends), np.array(groups, np.int64)
-        self._parts = [""] * len(files)
-        self.labels, self.classes = self._find_classes(labels, names, "" if label is None else schema.field(label).type)
-
-    def _find_classes(self, labels: list[list[Any]], names: list[list[str]], kind: Any) -> Any:
-        """Labels and class names by the values of each file's label column of type `kind`, else by folders."""
-        labels, classes = merge_class_names(labels, names, self._files)
-        if not kind:
-            values, notes = partitions(self._files)
-            labels = [[value] * count for value, count in zip(values, np.diff([0, *self._ends]).tolist(), strict=True)]
+        self._ends, self._groups, self._parts = np.array(ends), np.array(groups, np.int64), [""] * len(files)
+        classes = _merge_class_names(labels, names, self._files)
+        if label is None:
+            values, notes = _partitions(self._files)
+            labels = [[value] * count for value, count in zip(values, np.diff([0, *ends]).tolist(), strict=True)]
             self.notes += notes
-        elif not classes and _kind_of_label(kind) == "number":
+        elif not classes and _kind_of_label(schema.field(label).type) == "number":
             self.notes += note_unnamed(map(os.path.dirname, self._files))
-        return _number(list(itertools.chain.from_iterable(labels)), classes)
+        self.labels, self.classes = _number(list(itertools.chain.from_iterable(labels)), classes)
 
     def read(self, index: int) -> bytes:
         index = range(len(self))[index]
         first, group = self._groups[np.searchsorted(self._groups[:, 0], index, side="right") - 1].tolist()
-        try:
+        with self._naming_image(index, "Parquet"):
             data = _read_group(self._location(self._find(index)[0]), group, self._column)[index - first].as_py()
-            self._check_unchanged(index)
-        except DataError:
-            raise
-        except Exception as error:  # as above
-            raise UnreadableImage(self.name(index), f"Parquet: {one_line(error, 200)}") from None
         if isinstance(data, dict):
             data = data["bytes"]
         if not data:
@@ -192,7 +173,6 @@ def _chunks_of(footer: Any, group: int, column: str) -> list[Any]:
 
 
 def _has_bytes(opened: Any, group: int, column: str) -> bool:
-    """Whether any row of a group has an image's bytes, not only its path."""
     rows = min(_LOOKED_AT, max(1, _MOST_BYTES // max(1, _bytes_of(opened, group, column))))
     parts = (batch.column(0) for batch in opened.iter_batches(rows, [group], [column], use_threads=False))
     values = (part.field("bytes") if hasattr(part, "field") else part for part in parts)
@@ -236,8 +216,7 @@ def _image_column(schema: Any, file: str) -> str:
 def _label_column(schema: Any, notes: list[str]) -> str | None:
     """Name of the column of classes, or None; `notes` gets a line for a column whose values can't be classes."""
     for name in filter(schema.names.__contains__, LABEL_NAMES):
-        kind = schema.field(name).type
-        if _kind_of_label(kind):
+        if _kind_of_label(kind := schema.field(name).type):
             return name
         column = f"the column {name} ({kind}) of the Parquet files"
         notes.append(f"{column} is not read as classes: it must be whole numbers or texts")
@@ -275,6 +254,36 @@ def _class_names(schema: Any, label: str) -> list[str]:
         return names if _kind_of_label(schema.field(label).type) == "number" else []
     except (KeyError, TypeError, ValueError):
         return []
+
+
+def _merge_class_names(labels: list[list[Any]], names: list[list[str]], files: list[str]) -> list[str]:
+    """Change the labels of each file, whose classes are `names`, to numbers of one list of class names; returns that.
+    Raises DataError for numbers without names in some files only."""
+    if all(some == names[0] for some in names):
+        return names[0]
+    for values, some, file in zip(labels, names, files, strict=True):
+        if not all(value is None or value < len(some) for value in values):
+            raise DataError(
+                f"{printable(file)} has class numbers without names, unlike other files: write them into all files "
+                "(with datasets: ClassLabel), or give the files as parts of data.mixture"
+            )
+    classes, joined = join_classes(names)
+    for values, numbers in zip(labels, joined, strict=True):
+        values[:] = [int(numbers[-1 if value is None or value < 0 else value]) for value in values]
+    return classes
+
+
+def _partitions(files: list[str]) -> tuple[list[str | None], list[str]]:
+    """The class of each file by a folder such as label=cat below the files' common one; and a note on other folders."""
+    begin = len(os.path.commonpath(list(map(os.path.dirname, files)))) + 1
+    of_files = [dict(part.split("=", 1) for part in file[begin:].split("/")[:-1] if "=" in part) for file in files]
+    keys = list(dict.fromkeys(key for pairs in of_files for key in pairs))
+    key = next((name for name in LABEL_NAMES if name in keys), None)
+    if key is None:
+        folders = ", ".join(f"{printable(name)}=…" for name in keys[:3])
+        return [None] * len(files), [f"folders {folders} give no classes: call them label=…"] * bool(keys)
+    values = (pairs.get(key, _NULL) for pairs in of_files)
+    return [None if value == _NULL else unquote(value) for value in values], []
 
 
 def _number(values: list[Any], names: list[str]) -> tuple[Labels | None, list[str] | None]:

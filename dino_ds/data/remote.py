@@ -32,10 +32,8 @@ _PAGE, _OPEN_FILES = 4096, 128
 _OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
 """Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
 are listed, which takes many answers."""
-_GAP, _MOST_TOGETHER = 4096, 8 << 20
-"""Most bytes between two pieces of one request, and of such a request."""
-_ASKED = 8
-"""Files of a folder that are asked for one by one; more are listed."""
+_GAP, _MOST_TOGETHER = 4096, 8 << 20  # most bytes between two pieces of one request, and of such a request
+_ASKED = 8  # files of a folder that are asked for one by one; more are listed
 _WINDOW, _MOST_AT_ONCE = 4 << 20, 1 << 30
 """Bytes of a request where a file is read from end to end, and most that a library may ask for at once."""
 
@@ -131,10 +129,8 @@ def remote_with_room(
         return Remote(), [*notes, f"{amount} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
     cache = RemoteCache(int(gib * 2**30))
     cache.make_room([FilePiece(url, *state) for url, state in zip(urls, states, strict=True)], needed)
-    return Remote(cache), [
-        *notes,
-        f"{amount}: {min(1, cache.size / max(needed, 1)):.0%} of them stay in {cache.folder}",
-    ]
+    share = min(1, cache.size / max(needed, 1))
+    return Remote(cache), [*notes, f"{amount}: {share:.0%} of them stay in {cache.folder}"]
 
 
 class FilePiece(NamedTuple):
@@ -147,10 +143,6 @@ class FilePiece(NamedTuple):
     begin: int = 0
     length: int = -1
     checksum: int = -1
-
-    def fits(self, data: bytes, state: list[int]) -> bool:
-        """Whether `data`, from a file with the size and tag `state`, is this piece."""
-        return zlib.crc32(data) == self.checksum if self.checksum >= 0 else state == [self.size, self.tag]
 
     def is_in(self, other: FilePiece) -> bool:
         """Whether another piece is this one, or has all its bytes."""
@@ -175,21 +167,24 @@ class Remote:
         self._ahead = {piece: before[piece] for piece in wanted if piece in before}
         for future in set(before.values()) - set(self._ahead.values()):
             future.cancel()
-        missing = list[FilePiece]()
-        for piece in wanted.keys() - self._ahead.keys():
+        groups = list[list[FilePiece]]()  # of neighbors, each of which is one request
+        for piece in sorted(wanted.keys() - self._ahead.keys()):
             if kept := self._kept(piece):
                 self._ahead[piece] = Future()
                 self._ahead[piece].set_result({piece: kept})
+                continue
+            first, last = (groups[-1][0], groups[-1][-1]) if groups else (piece, piece)
+            near = piece[:3] == last[:3] and piece.begin - last.begin - last.length <= _GAP and piece.length >= 0
+            if groups and near and piece.begin + piece.length - first.begin <= _MOST_TOGETHER:
+                groups[-1].append(piece)
             else:
-                missing.append(piece)
-        for group in _together(missing):
+                groups.append([piece])
+        for group in groups:
             self._ahead |= dict.fromkeys(group, self._begin(group))
 
     def read(self, piece: FilePiece) -> bytes:
-        """The bytes of a piece, or of a part of one that was prepared.
-
-        Raises DataError with its place; FileNotFoundError for a whole file.
-        """
+        """The bytes of a piece, or of a part of one that was prepared. Raises DataError with its place, or
+        FileNotFoundError for a whole file."""
         if (whole := next(filter(piece.is_in, self._ahead), None)) is not None:
             skipped = piece.begin - whole.begin
             return self._ahead[whole].result()[whole][skipped:][: piece.length]
@@ -204,30 +199,17 @@ class Remote:
         return begin(_fetch(group, self._cache, self._seconds))
 
 
-def _together(pieces: list[FilePiece]) -> list[list[FilePiece]]:
-    """Pieces in groups of neighbors, each of which is one request."""
-    groups = list[list[FilePiece]]()
-    for piece in sorted(pieces):
-        first, last = (groups[-1][0], groups[-1][-1]) if groups else (piece, piece)
-        near = piece[:3] == last[:3] and piece.begin - last.begin - last.length <= _GAP and piece.length >= 0
-        if groups and near and piece.begin + piece.length - first.begin <= _MOST_TOGETHER:
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    return groups
-
-
 async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: float) -> dict[FilePiece, bytes]:
-    (url, _, tag, first, length, checksum), last = group[0], group[-1]
+    (url, size, tag, first, length, checksum), last = group[0], group[-1]
     if length < 0:
         return {last: (await retried(url, lambda: get(url), seconds))[0]}
     with suppress(FileNotFoundError):
         data, state = await retried(url, lambda: get(url, first, last.begin + last.length), seconds)
         parts = {piece: data[piece.begin - first :][: piece.length] for piece in group}
-        if all(piece.fits(part, state) for piece, part in parts.items()):
-            if cache and tag:
-                for piece, part in parts.items():
-                    cache.put(piece, part)
+        same = state == [size, tag]
+        if all(zlib.crc32(part) == piece.checksum if checksum >= 0 else same for piece, part in parts.items()):
+            for piece, part in parts.items() if cache and tag else ():
+                cache.put(piece, part)
             return parts
     listed = "when its images were listed: put it back" if checksum < 0 else "index.jsonl says: copy that there again"
     raise DataError(f"{printable(url)} is gone or is another file than {listed}, or start anew")
@@ -246,8 +228,7 @@ class _RemoteFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._place = offset + (0, self._place, self._state[0])[whence]
@@ -258,8 +239,7 @@ class _RemoteFile(io.RawIOBase):
         if length > _MOST_AT_ONCE:
             raise OSError(f"{length} bytes at once, {_MOST_AT_ONCE} are allowed")
         if length:
-            size, tag = self._state
-            buffer[:length] = self._remote.read(FilePiece(self._url, size, tag, self._place, length))
+            buffer[:length] = self._remote.read(FilePiece(self._url, *self._state, self._place, length))
         self._place += length
         return length
 
@@ -267,11 +247,10 @@ class _RemoteFile(io.RawIOBase):
 class RemoteCache:
     """At most `size` bytes of pieces, of all images and runs together.
 
-    Each remote file has a sparse file here, in which a piece lies where it lies in the remote file. Behind the end is a
-    mark for each piece, its length and CRC-32, which is written last and compared at each read: what a killed process
-    has left half is fetched again, and no process waits for another.
-    The files of a run's images stay: where an epoch does not fit, a part that stays saves more than the latest pieces,
-    which come last in the next epoch. Files of other images go, the least recently used first.
+    Each remote file has a sparse file here, in which a piece lies at its own place. Behind the end is a mark for each
+    piece, its length and CRC-32, which is written last and compared at each read: what a killed process has left half
+    is fetched again, and no process waits for another. The files of a run's images stay: where an epoch does not fit, a
+    part that stays saves more than the latest pieces. Files of other images go, the least recently used first.
     """
 
     def __init__(self, size: int) -> None:
@@ -285,8 +264,9 @@ class RemoteCache:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             with open(self._counter, "a+b") as counter:
                 fcntl.flock(counter, fcntl.LOCK_EX)
-                parts = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".part")]
-                entries = [entry for entry in parts if entry.is_file()]
+                entries = [
+                    entry for entry in os.scandir(self.folder) if entry.name.endswith(".part") and entry.is_file()
+                ]
                 used = {entry: 512 * entry.stat().st_blocks for entry in entries}
                 total, ahead = sum(used.values()), needed - sum(used[entry] for entry in entries if entry.name in ours)
                 for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
@@ -311,18 +291,15 @@ class RemoteCache:
     def put(self, piece: FilePiece, data: bytes) -> None:
         """Keep a piece, if there is room; a full disk is none."""
         with suppress(OSError):
-            if self._take(-(-len(data) // _PAGE + 1) * _PAGE):
-                file = _opened(self._path(piece))
-                os.pwrite(file.fileno(), data, piece.begin)
-                os.pwrite(file.fileno(), _MARK.pack(len(data), zlib.crc32(data)), _mark_place(piece))
-
-    def _take(self, size: int) -> bool:
-        with open(self._counter, "r+b", buffering=0) as counter:
-            fcntl.flock(counter, fcntl.LOCK_EX)
-            used = int.from_bytes(counter.read(8), "little") + size
-            if used <= self.size:
+            with open(self._counter, "r+b", buffering=0) as counter:
+                fcntl.flock(counter, fcntl.LOCK_EX)
+                used = int.from_bytes(counter.read(8), "little") - (-len(data) // _PAGE + 1) * _PAGE
+                if used > self.size:
+                    return
                 os.pwrite(counter.fileno(), used.to_bytes(8, "little"), 0)
-            return used <= self.size
+            file = _opened(self._path(piece))
+            os.pwrite(file.fileno(), data, piece.begin)
+            os.pwrite(file.fileno(), _MARK.pack(len(data), zlib.crc32(data)), _mark_place(piece))
 
     def _path(self, piece: FilePiece) -> str:
         name = hashlib.sha256(f"{FORMAT}\n{piece.url}\n{piece.size}\n{piece.tag}".encode()).hexdigest()[:32]

@@ -53,10 +53,9 @@ async def get(url: str, begin: int = 0, end: int | None = None) -> tuple[bytes, 
     if url.startswith("http"):
         async with (await fs.set_session()).get(fs.encode_url(url), headers=part) as answer:
             answer.raise_for_status()
-            headers = answer.headers
+            headers, answer.most = answer.headers, most
             if part and answer.status != 206 and headers.get("Content-Length") != "0":
                 raise Refusal("its server gives no ranges of bytes, so copy its files to a disk")
-            answer.most = most
             data = await answer.read()
         facts: Any = {"ETag": headers.get("ETag"), "LastModified": headers.get("Last-Modified")}
         content_range = headers.get("Content-Range", "") if answer.status == 206 else "bytes 0-0/0"
@@ -104,9 +103,7 @@ def state_of(facts: Any) -> list[int]:
 
 async def retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, most: float | None = None) -> Any:
     """The result of `act`, which is called again after an error until `seconds` are over; most: seconds of one try.
-
-    Raises FileNotFoundError for a file that is not there, and DataError with the address and the number of tries.
-    """
+    Raises FileNotFoundError for a file that is not there, and DataError with the address and the number of tries."""
     begin, tries = time.monotonic(), 0
     while True:
         tries += 1
@@ -121,25 +118,20 @@ async def retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, m
             used = time.monotonic() - begin
             if status in (404, 410, 416):
                 raise (NothingThere if status == 416 else FileNotFoundError)(2, "not there", printable(url)) from None
-            if refusal := _refusal_in(error):
-                raise Refusal(f"{printable(url)}: {refusal}") from None
+            cause: BaseException | None = error  # a driver may have put its own errors around a Refusal
+            while cause is not None and not isinstance(cause, Refusal):
+                cause = cause.__cause__ or cause.__context__
+            if cause:
+                raise Refusal(f"{printable(url)}: {cause}") from None
             if status in (401, 403) or isinstance(error, PermissionError) or "Credential" in reason:
                 raise Refusal(f"{printable(url)} may not be read ({reason}): give its driver credentials") from None
-            final = status in (400, 405) or isinstance(error, ValueError | TypeError) or "TooManyRedirects" in reason
-            if final or used + wait > seconds:
-                problem = f"{printable(url)} can't be read, tried {tries} times in {used:.0f} s ({reason})"
-                if final:
-                    raise Refusal(problem) from None
+            problem = f"{printable(url)} can't be read, tried {tries} times in {used:.0f} s ({reason})"
+            if status in (400, 405) or isinstance(error, ValueError | TypeError) or "TooManyRedirects" in reason:
+                raise Refusal(problem) from None
+            if used + wait > seconds:
                 remedy = "no other image takes its place; a run continues with --resume once it can be read"
                 raise DataError(f"{problem}: {remedy}") from None
         await asyncio.sleep(wait)
-
-
-def _refusal_in(error: BaseException | None) -> Refusal | None:
-    """The Refusal in an error that a driver has put around it."""
-    while error is not None and not isinstance(error, Refusal):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def understand(error: BaseException) -> tuple[int, float, str]:
@@ -152,9 +144,8 @@ def understand(error: BaseException) -> tuple[int, float, str]:
             headers = about.get("HTTPHeaders") or getattr(cause, "headers", None) or {}
             after = headers.get("retry-after") or headers.get("Retry-After") or ""
             return status, float(after) if re.fullmatch("[0-9]{1,9}", after) else 0.0, f"HTTP {status}"
-    if isinstance(error, asyncio.TimeoutError):
-        return 0, 0.0, "no answer"
-    return 0, 0.0, one_line(re.sub(r"\S*://\S*", "...", f"{type(error).__name__}: {error}"), 120)
+    words = one_line(re.sub(r"\S*://\S*", "...", f"{type(error).__name__}: {error}"), 120)
+    return 0, 0.0, "no answer" if isinstance(error, asyncio.TimeoutError) else words
 
 
 async def call(url: str, name: str, **options: Any) -> Any:
@@ -175,9 +166,17 @@ def _driver_of(scheme: str, pid: int) -> Any:
     try:
         import fsspec
 
-        if scheme == "s3":  # tries and waits are counted here
-            retries, pool = {"max_attempts": 0}, {"max_pool_connections": _REQUESTS}
-            options["config_kwargs"] = {"retries": retries, "http_session_cls": _s3_session(), **pool}
+        if scheme == "s3":
+            from aiobotocore.httpsession import AIOHTTPSession
+
+            class Session(AIOHTTPSession):
+                async def _get_session(self, proxy_url: str | None) -> Any:
+                    session = await super()._get_session(proxy_url)
+                    session._response_class = _bounded_answer()
+                    return session
+
+            retries, pool = {"max_attempts": 0}, {"max_pool_connections": _REQUESTS}  # tries and waits are counted here
+            options["config_kwargs"] = {"retries": retries, "http_session_cls": Session, **pool}
         elif scheme.startswith("http"):
             options["get_client"] = _http_session
         driver = fsspec.filesystem(scheme, **options)
@@ -212,18 +211,6 @@ async def _http_session(**options: Any) -> Any:
 
     options |= {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}, "trust_env": True}
     return aiohttp.ClientSession(response_class=_bounded_answer(), cookie_jar=aiohttp.DummyCookieJar(), **options)
-
-
-def _s3_session() -> Any:
-    from aiobotocore.httpsession import AIOHTTPSession
-
-    class Session(AIOHTTPSession):
-        async def _get_session(self, proxy_url: str | None) -> Any:
-            session = await super()._get_session(proxy_url)
-            session._response_class = _bounded_answer()
-            return session
-
-    return Session
 
 
 def begin(work: Any) -> Any:

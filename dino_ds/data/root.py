@@ -32,7 +32,7 @@ from dino_ds.errors import ConfigError, DataError
 _MAX_FILES, _MAX_BRACES = 1_000_000, 50
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of lists and archives."""
-_SOURCES = {".tar": TarShards, ".parquet": ParquetImages} | dict.fromkeys(HDF5, Hdf5Images)
+_SOURCES: dict[str, Any] = {".tar": TarShards, ".parquet": ParquetImages, **dict.fromkeys(HDF5, Hdf5Images)}
 """The source of several files by their ending: it takes the files, and perhaps a part of them."""
 TRAIN_FOLDERS, TEST_FOLDERS = (
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
@@ -45,8 +45,6 @@ _HUB_SETS = re.compile(
 )
 """Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner."""
 
-_LOOKED_AT = 2000
-"""Files of a folder tree, at most, that are looked at to find an image."""
 _SETS = {
     "cifar10": "cifar-10-",
     "cifar100": "cifar-100-",
@@ -58,8 +56,7 @@ _SETS = {
     "eurosat": "eurosat",
 }
 """How the name of each torchvision dataset's folder or archive begins."""
-_WITHOUT_LABELS = ("statistics", *BENCHMARKS)
-"""Evaluations that need no labeled test images."""
+_WITHOUT_LABELS = ("statistics", *BENCHMARKS)  # evaluations that need no labeled test images
 
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
@@ -79,7 +76,7 @@ def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
     inside, others = archives_in(path) if os.path.isdir(path) else ([], [])
     if not inside:
         return ImageFolder(root)
-    source: Any = _open_all(inside, root)
+    source = _open_all(inside, root)
     source.notes += note_left_out(others)
     return source
 
@@ -101,16 +98,25 @@ def check_root(root: str, key: str = "data.root") -> None:
         return
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root, key))
-    if os.path.isdir(path) and (saved := advise_saved(path)):
-        raise DataError(f"{key} {root} {saved}")
-    if os.path.isdir(path) and holds_checkpoint(Path(path)):
-        raise DataError(f"{key} {root} is the folder of a run: give the folder of the images")
-    if os.path.isdir(path) and _is_empty(path):
-        raise DataError(f"no images under {key} {root}: the folder is empty: give the folder that holds the images")
+    if os.path.isdir(path):
+        if saved := advise_saved(path):
+            raise DataError(f"{key} {root} {saved}")
+        if holds_checkpoint(Path(path)):
+            raise DataError(f"{key} {root} is the folder of a run: give the folder of the images")
+        with contextlib.suppress(OSError), os.scandir(path) as entries:
+            if next(entries, None) is None:
+                problem = f"no images under {key} {root}: the folder is empty"
+                raise DataError(f"{problem}: give the folder that holds the images")
     if os.path.lexists(path):
         return
-    if (answer := _advise_elsewhere(root)) is not None:
-        raise DataError(f"{key} {root} {answer}{f' {IMAGE_FORMS}' if answer.endswith('then give') else ''}")
+    hub_address = _HUB_SETS.match(root)
+    if name := hub_id(root) or (hub_address and hub_address["name"]):
+        raise DataError(
+            f"{key} {root} does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
+            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+        )
+    if root.startswith("pipe:"):
+        raise DataError(f"{key} {root} is not a local path: mount or copy it, then give {IMAGE_FORMS}")
     if root in SOURCES:
         raise DataError(
             f"{key} {root} does not exist; the data set: --data.source {root} --data.root DIR --data.download true"
@@ -147,12 +153,9 @@ def test_folder(train: Path) -> Path | None:
 
 def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> Recipe:
     """Adapt `recipe` if it names the user's own images: set data.source folder, and leave out evaluations that need
-    labeled test images, unless eval.root names such images.
-
-    keys: the keys given on the command line, which are never changed. `notes` gets a line for each change.
-    """
-    changes, data, settings = dict[str, str](), recipe.data, recipe.eval
-    root = data.root
+    labeled test images, unless eval.root names such images. keys: the keys given on the command line, which are never
+    changed. `notes` gets a line for each change."""
+    changes, data, settings, root = dict[str, str](), recipe.data, recipe.eval, recipe.data.root
     asked = "data.source" not in keys and not data.own_files
     if asked and (data.mixture or (root is not None and _holds_images(root, data.source))):
         changes["data.source"] = "folder"
@@ -171,7 +174,7 @@ def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> 
 
 
 def _holds_images(root: str, source: str) -> bool:
-    """Whether `root` has image files other than those of torchvision's dataset `source`."""
+    """Whether `root` has image files, among its first 2,000, other than those of torchvision's dataset `source`."""
     path, _ = split_part(os.path.expanduser(root))
     if source == "photos" or is_url(root):
         return True  # the package's photographs have no root
@@ -182,21 +185,13 @@ def _holds_images(root: str, source: str) -> bool:
             return False
     except OSError:
         return False  # opening the source reports why
-    names = itertools.islice(((at, name) for at, _, names in os.walk(path) for name in names), _LOOKED_AT)
-    return any(name.lower().endswith(ENDINGS) or is_image_file(at, name) for at, name in names)
-
-
-def _is_empty(folder: str) -> bool:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return next(entries, None) is None
-    return False
+    files = ((folder, name) for folder, _, names in os.walk(path) for name in names)
+    return any(name.lower().endswith(ENDINGS) or is_image_file(at, name) for at, name in itertools.islice(files, 2000))
 
 
 def expand(pattern: str) -> list[str]:
-    """Expand a pattern to files, each once: braces in their order, matches of a * sorted.
-
-    Raises DataError if a name without a * does not exist, a * matches nothing, or braces stand for too many files.
-    """
+    """Expand a pattern to files, each once: braces in their order, matches of a * sorted. Raises DataError if a name
+    without a * does not exist, a * matches nothing, or braces stand for too many files."""
     if pattern.count("{") > _MAX_BRACES:
         raise DataError(f"data.root has {pattern.count('{')} braces, {_MAX_BRACES} are allowed: give fewer")
     files: dict[str, None] = {}
@@ -231,7 +226,7 @@ def _options(inner: str) -> Iterator[str] | None:
         padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
         width = max(map(len, numbers.groups())) if padded else 0
         step = 1 if last >= first else -1
-        return (f"{n:0{width}d}" for n in itertools.chain(range(first, last + step, step)))
+        return (f"{n:0{width}d}" for n in range(first, last + step, step))
     return iter(inner.split(",")) if "," in inner else None
 
 
@@ -239,12 +234,12 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     """Open the address of a list, of archives, or of a folder that directly holds archives."""
     if path.lower().endswith(".txt"):
         return ListFile(path)
-    archives, paths = tuple(ARCHIVES), list[str]()
-    if not path.lower().endswith(archives):
-        paths = [file for file in list_folder(path.rstrip("/")) if file.lower().endswith(archives)]
+    paths = list[str]()
+    if not path.lower().endswith(ARCHIVES):
+        paths = [file for file in list_folder(path.rstrip("/")) if file.lower().endswith(ARCHIVES)]
     elif "{" in path and is_there(path):
         paths = [path]
-    if not paths and (path.lower().endswith(archives) or re.search(r"[*\[{]", path)):
+    if not paths and (path.lower().endswith(ARCHIVES) or re.search(r"[*\[{]", path)):
         paths = expand(path)
     if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
         raise DataError(
@@ -254,16 +249,13 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     return _open_all(paths, root, part, cache_gib=cache_gib)
 
 
-def _open_all(paths: list[str], root: str, part: str | None = None, **options: float) -> EncodedImages:
-    wrong = next((path for path in paths if Path(path).suffix.lower() not in ARCHIVES), None)
-    if wrong is not None:
+def _open_all(paths: list[str], root: str, part: str | None = None, **options: float) -> Any:
+    if wrong := next((path for path in paths if Path(path).suffix.lower() not in ARCHIVES), None):
         raise DataError(_wrong_file(wrong, root))
-    ending, *others = sorted({Path(path).suffix.lower() for path in paths}, reverse=True)
-    if others:
-        kinds = " and ".join([ending, *others])
-        raise DataError(f"data.root {root} holds both {kinds} files: give one kind, as a pattern")
-    opened: EncodedImages = _SOURCES[ending](paths, *([] if part is None else [part]), **options)
-    return opened
+    endings = sorted({Path(path).suffix.lower() for path in paths}, reverse=True)
+    if len(endings) > 1:
+        raise DataError(f"data.root {root} holds both {' and '.join(endings)} files: give one kind, as a pattern")
+    return _SOURCES[endings[0]](paths, *([] if part is None else [part]), **options)
 
 
 def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
@@ -274,16 +266,3 @@ def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
         folder = printable(os.path.dirname(path)) or "."
         return f"{name} is a single image: give the folder that it is in, {folder}"
     return f"{name} ({key} {root}) is none of {IMAGE_FORMS}; unpack archives and compressed files first"
-
-
-def _advise_elsewhere(text: str) -> str | None:
-    """Advice for the name of a dataset on the Hub, or for an address like pipe:COMMAND; None for any other text."""
-    name = hub_id(text)
-    if name is None and (address := _HUB_SETS.match(text)):
-        name = address["name"]
-    if name is not None:
-        return (
-            f"does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
-            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
-        )
-    return "is not a local path: mount or copy it, then give" if text.startswith("pipe:") else None

@@ -12,7 +12,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -21,20 +21,11 @@ import numpy as np
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from dino_ds.data.images import (
-    PHOTOMETRIC,
-    PILLOW,
-    WHITE_IS_ZERO,
-    black_first,
-    is_deep,
-    reads_all_bits,
-    reads_as_stored,
-)
+from dino_ds.data.images import PHOTOMETRIC, PILLOW, black_first, is_deep, reads_all_bits, reads_as_stored
 
 EXTRA = "pip install 'dino_ds[images]'"
 _BIG_ENDIAN_BIGTIFF = b"MM\0+"
-_MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
-"""First bytes of TIFF files; the last two are BigTIFF's."""
+_MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)  # first bytes of TIFF files; the last two are BigTIFF's
 _SUBFILE, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANES, _NODATA = 254, 259, 274, 277, 284, 42113
 _BYTES, _TILE_WIDTH, _TILE_LENGTH = 279, 322, 323
 _REDUCED_OR_MASK = 0b101
@@ -54,11 +45,7 @@ _TAGS = (
     "ModalityLUTSequence", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
     "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
 )  # fmt: skip
-_DEFLATED = b"1.2.840.10008.1.2.1.99"
-_IMPLICIT, _EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
-_TYPES = (b"UL", b"OB", b"UI", b"CS", b"DA", b"SH", b"LO")
-"""Value representations that a file's first element may have."""
-_SPARE = 1 << 16
+_TYPES = (b"UL", b"OB", b"UI", b"CS", b"DA", b"SH", b"LO")  # value representations that a file's first element may have
 
 
 @dataclass(frozen=True)
@@ -155,11 +142,8 @@ NPY = Format("NPY", (".npy",), lambda data: data.startswith(b"\x93NUMPY"), _open
 
 
 def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
-    """Open the bands of a file, for `wanted` channels (None = all); by Pillow if it reads all of them.
-
-    Reduced pages and masks aside, the image is the first page, or all gray pages if `wanted` is their number or None.
-    Raises ValueError for other pages, colors and compressions, any Exception for damaged files.
-    """
+    """Open a file by Pillow if that reads all `wanted` channels (None = all), else its bands: reduced pages and masks
+    aside, the first page, or all gray pages if `wanted` is their number or None."""
     if image := _open_by_pillow(data, wanted):
         return image
     import tifffile
@@ -167,7 +151,9 @@ def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
     # Microscopes' metadata, which such flags would switch on, may claim lists that take all memory.
     flags = (f"is_{name}" for name in tifffile.TIFF.FILE_FLAGS)
-    off: dict[str, Any] = {flag: False for flag in flags if _can_be_set(tifffile.TiffFile, flag)}
+    known = {flag: getattr(tifffile.TiffFile, flag, None) for flag in flags}
+    # Some are read-only properties: is_sis in 2025, is_motic in 2026.
+    off: dict[str, Any] = {flag: False for flag, known_as in known.items() if getattr(known_as, "fset", True)}
     file = tifffile.TiffFile(io.BytesIO(data), **off)
     bands = _find_bands(data, file, wanted)
     page = bands[0]
@@ -183,8 +169,9 @@ def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
     def read() -> np.ndarray:
         stored, bits = [page.asarray(maxworkers=1) for page in bands], int(page.bitspersample)
         values = stored[0] if len(stored) == 1 else np.stack(stored, axis=-1)
-        values = spread(black_first(values, bits) if page.photometric == WHITE_IS_ZERO else values, bits)
-        return bands_last(values, 0 if page.axes == "SYX" else None)
+        if page.photometric == tifffile.PHOTOMETRIC.MINISWHITE:
+            values = black_first(values, bits)
+        return bands_last(spread(values, bits), 0 if page.axes == "SYX" else None)
 
     channels, orientation = len(bands) * page.samplesperpixel, page.tags.valueof(_ORIENTATION)
     width, height, deep = page.imagewidth, page.imagelength, page.dtype != np.uint8
@@ -192,17 +179,8 @@ def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
     return Raster("TIFF", width, height, channels, deep, read, orientation or 1, page.tags.valueof(_NODATA), pages)
 
 
-def _can_be_set(file: type, flag: str) -> bool:
-    """Whether tifffile accepts a flag: some are read-only properties, is_sis in 2025, is_motic in 2026."""
-    attribute = getattr(file, flag, None)
-    return not isinstance(attribute, property) or attribute.fset is not None
-
-
 def _open_by_pillow(data: bytes, wanted: int | None, page: int | None = None) -> TiffImageFile | None:
-    """Open by Pillow if that reads all values of the only page, or of `page`, and all `wanted` channels; else None.
-
-    Raises ValueError for tiles that are too large.
-    """
+    """Open by Pillow if that reads all values of the only page, or of `page`, and all `wanted` channels; else None."""
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return None  # Pillow reads its header as that of a plain TIFF, and warns of what it finds there
     try:
@@ -250,8 +228,9 @@ def note_stacks(names: Sequence[str]) -> list[str]:
 
 def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
     """The page of the image, or its gray bands. Raises ValueError for pages that may be something else."""
-    pages = list(itertools.islice(file.pages, _MOST_PAGES))
-    if _page_after(data, file.tiff, pages[-1].offset):
+    pages, form = list(itertools.islice(file.pages, _MOST_PAGES)), file.tiff
+    tags = struct.unpack_from(form.tagnoformat, data, pages[-1].offset)[0]
+    if struct.unpack_from(form.offsetformat, data, pages[-1].offset + form.tagnosize + tags * form.tagsize)[0]:
         raise ValueError("cut off" if len(pages) < _MOST_PAGES else f"more than {_MOST_PAGES:,} pages")
     whole = [page for page in pages if not (page.is_reduced or page.is_mask)]
     if not whole:
@@ -267,13 +246,6 @@ def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
             "model.in_chans to the number of pages of one shape"
         )
     return bands
-
-
-def _page_after(data: bytes, form: Any, page: int) -> int:
-    """Offset of the page after the page at `page`; 0 for none."""
-    tags = struct.unpack_from(form.tagnoformat, data, page)[0]
-    offset: int = struct.unpack_from(form.offsetformat, data, page + form.tagnosize + tags * form.tagsize)[0]
-    return offset
 
 
 def _check_parts(pages: list[Any], there: int) -> None:
@@ -300,29 +272,28 @@ TIFF = Format("TIFF", PILLOW["TIFF"], lambda data: data.startswith(_MARKS), _ope
 
 
 def _open_dicom(data: bytes, wanted: int | None) -> Raster:
-    """Open a DICOM file: gray values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
-
-    Integers stay integers if slope and intercept are; unscaled values of fewer than 8 bits become 0 to 255. Raises
-    ValueError for several frames, palettes and modality LUTs, for bits that are not the lowest ones, if pydicom or a
-    decoder is missing, and any Exception for damaged files.
-    """
+    """Open a DICOM file: gray values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB. Integers
+    stay integers if slope and intercept are; unscaled values of fewer than 8 bits become 0 to 255."""
     try:
         import pydicom
     except ImportError:
         raise ValueError(f"DICOM files need pydicom: {EXTRA}") from None
-    if _DEFLATED in data:  # pydicom would inflate it without a limit
+    if b"1.2.840.10008.1.2.1.99" in data:  # pydicom would inflate it without a limit
         raise ValueError("a deflated DICOM file: write it uncompressed")
     with _quiet():
         file = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS), force=True)
         if "TransferSyntaxUID" not in file.file_meta:  # as in files without a header, which are not compressed
-            is_implicit = file.original_encoding[0]
-            file.file_meta.TransferSyntaxUID = pydicom.uid.UID(_IMPLICIT if is_implicit else _EXPLICIT)
+            explicit = "" if file.original_encoding[0] else ".1"
+            file.file_meta.TransferSyntaxUID = pydicom.uid.UID(f"1.2.840.10008.1.2{explicit}")
         frames, color = int(file.get("NumberOfFrames") or 1), str(file.get("PhotometricInterpretation"))
         if "PixelData" not in file:
             raise ValueError("a DICOM file without an image")
         if frames > 1:
             raise ValueError(f"{frames} frames in one DICOM file: write one frame a file")
-        transforms = _transforms(file)
+        # Slope and intercept may be those of the frame, of all frames, or of the file itself.
+        groups = (file.get(f"{name}FunctionalGroupsSequence") or () for name in ("PerFrame", "Shared"))
+        items = (item.get("PixelValueTransformationSequence") or () for group in groups for item in group[:1])
+        transforms = [*(dataset for sequence in items for dataset in sequence[:1]), file]
         if color not in _COLORS + _GRAYS or any(dataset.get("ModalityLUTSequence") for dataset in transforms):
             problem = "a modality LUT" if color in _GRAYS else f"colors as {color}"
             raise ValueError(f"{problem} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
@@ -331,13 +302,10 @@ def _open_dicom(data: bytes, wanted: int | None) -> Raster:
         if not rescale[0]:
             raise ValueError("a rescale slope of 0 in a DICOM file, which makes all pixels equal")
         stored_bits = int(file.BitsStored)
-        highest = int(file.get("HighBit", stored_bits - 1))
-        if highest != stored_bits - 1:
+        if (highest := int(file.get("HighBit", stored_bits - 1))) != stored_bits - 1:
             raise ValueError(f"{stored_bits} bits up to bit {highest} of a DICOM file: write them as its lowest bits")
         _check_coding(file, width * height * int(file.SamplesPerPixel) * bits // 8)
-    rescaled = color in _GRAYS and rescale != (1, 0)
-    signed = bool(file.PixelRepresentation)
-    deep = bits > 8 or signed or rescaled
+    rescaled, signed = color in _GRAYS and rescale != (1, 0), bool(file.PixelRepresentation)
 
     def read() -> np.ndarray:
         with _quiet():
@@ -346,14 +314,7 @@ def _open_dicom(data: bytes, wanted: int | None) -> Raster:
             stored = black_first(stored, stored_bits, signed)
         return _rescaled(stored, *rescale) if rescaled else spread(stored, stored_bits)
 
-    return Raster("DICOM", width, height, int(file.SamplesPerPixel), deep, read)
-
-
-def _transforms(file: Any) -> list[Any]:
-    """Datasets that may hold slope and intercept: of the frame, of all frames, and the file itself."""
-    groups = (file.get(name) or () for name in ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"))
-    items = (item.get("PixelValueTransformationSequence") or () for group in groups for item in group[:1])
-    return [*(dataset for sequence in items for dataset in sequence[:1]), file]
+    return Raster("DICOM", width, height, int(file.SamplesPerPixel), bits > 8 or signed or rescaled, read)
 
 
 def _number(datasets: list[Any], name: str, default: float) -> float:
@@ -364,9 +325,8 @@ def _number(datasets: list[Any], name: str, default: float) -> float:
 
 def _is_dicom(data: bytes) -> bool:
     """Whether a file is DICOM: it has the preamble, or its first element is of group 2 or 8 and of a fitting type."""
-    if data[128:132] == b"DICM":
-        return True
-    return data[:2] in (b"\2\0", b"\x08\0") and data[3:4] == b"\0" and (data[4:6] in _TYPES or data[5:8] == bytes(3))
+    fits = data[4:6] in _TYPES or data[5:8] == bytes(3)
+    return data[128:132] == b"DICM" or (data[:2] in (b"\2\0", b"\x08\0") and data[3:4] == b"\0" and fits)
 
 
 @contextmanager
@@ -398,15 +358,13 @@ def _check_coding(file: Any, size: int) -> None:
         return
     if not get_decoder(syntax).is_available:
         raise ValueError(f"pixels as {syntax.name}: install a decoder for pydicom (pylibjpeg), or uncompress the files")
-    if len(file.PixelData) > 2 * size + _SPARE:
+    if len(file.PixelData) > 2 * size + (1 << 16):
         raise ValueError(f"{len(file.PixelData)} compressed bytes for {size} of pixels")
     frame = next(generate_frames(file.PixelData, number_of_frames=1))
-    try:
-        with Image.open(io.BytesIO(frame), formats=["JPEG", "JPEG2000"]) as image:
-            if image.size != (file.Columns, file.Rows):
-                raise ValueError(f"a frame of {image.size} pixels, and the header says others")
-    except Image.UnidentifiedImageError:
-        pass  # run-length encoding, or a kind of JPEG that Pillow doesn't know
+    with suppress(Image.UnidentifiedImageError):  # run-length encoding, or a kind of JPEG that Pillow doesn't know
+        image = Image.open(io.BytesIO(frame), formats=["JPEG", "JPEG2000"])
+        if image.size != (file.Columns, file.Rows):
+            raise ValueError(f"a frame of {image.size} pixels, and the header says others")
 
 
 DICOM = Format("DICOM", (".dcm", ".dicom", ".ima"), _is_dicom, _open_dicom)

@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 from tqdm import tqdm
@@ -34,22 +35,18 @@ from dino_ds.errors import DataError, one_line
 
 CLASSES, INDEX = "classes.txt", "index.jsonl"
 """Files beside the shards: line n of the first names class n; a line of the second replaces reading a shard."""
-_OPEN_SHARDS = 128
-"""Most files that a process keeps open."""
 _THREADS = 16
-_MOST_KINDS = 8
-"""Most kinds of images per key; if there are more, file names merely contain dots."""
+_MOST_KINDS = 8  # most kinds of images per key; if there are more, file names merely contain dots
 _MAX_NOTES = 20
 
 
 class TarShards(ListedImages):
-    """The images of tar files, shard after shard, members in the order of the file.
+    """The images of tar files at paths or addresses, shard after shard, members in the order of the file.
 
     The index is kept in the cache, and used while the shards' sizes and times are unchanged. `notes` names members that
     can't be read. Raises DataError if there are no images.
 
     Args:
-        shards: paths of the files, or addresses.
         kind: ending of the images to take, such as input.png for KEY.input.png; None for all.
         cache_gib: disk space for images of remote shards.
     """
@@ -59,12 +56,19 @@ class TarShards(ListedImages):
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])
         shards = shards if self.elsewhere else [os.path.abspath(shard) for shard in shards]
-        index, unused = _find_index(shards) if self.elsewhere and kind is None else (None, [])
+        index, unread = None, list[str]()
+        if self.elsewhere and kind is None:
+            url = f"{os.path.dirname(shards[0])}/{INDEX}"
+            try:
+                state = known_states([url]).get(url)
+                index = None if state is None else FilePiece(url, *state)
+            except Refusal as error:
+                unread = [f"{error}; the shards are read in place of it"]
         build = functools.partial(_index, shards, kind, index)
         names = [] if self.elsewhere else map(_names_in, dict.fromkeys(map(os.path.dirname, shards)))
         key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or names)))
         super().__init__("shards", key, build, _is_current)
-        self.notes += unused
+        self.notes += unread
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
             raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")
@@ -92,9 +96,9 @@ class TarShards(ListedImages):
             data = os.pread(file.fileno(), size, int(self._offset[index]))
             if size_and_time(os.fstat(file.fileno())) != self._states[shard].tolist():
                 raise OSError("changed since it was indexed")
+            return data
         except OSError as error:
             raise UnreadableImage(self.name(index), f"shard: {error.strerror or error}") from None
-        return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
         """Begin to fetch the images of remote shards that will be read next."""
@@ -121,21 +125,11 @@ class TarShards(ListedImages):
         return int(self._states[int(self._shard[index])][1])
 
 
-@functools.lru_cache(maxsize=_OPEN_SHARDS)
+@functools.lru_cache(maxsize=128)
 def _open_shard(path: str, size: int, time: int) -> io.FileIO:
     """Open a shard of this size and time, which threads and forked processes may share, as each read passes its own
     position. Raises OSError."""
     return io.FileIO(path)
-
-
-def _find_index(shards: Sequence[str]) -> tuple[FilePiece | None, list[str]]:
-    """The index beside remote shards, or None; and a note where it can't be read."""
-    url = f"{os.path.dirname(shards[0])}/{INDEX}"
-    try:
-        state = known_states([url]).get(url)
-    except Refusal as error:
-        return None, [f"{error}; the shards are read in place of it"]
-    return (None if state is None else FilePiece(url, *state)), []
 
 
 def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
@@ -155,11 +149,9 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
 
 
 def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> Contents:
-    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time).
-
-    A damaged shard contributes the images before the damage, and a line in about["notes"]. Remote shards that are in
-    `index` are not read, unless they have changed.
-    """
+    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time). A
+    damaged shard contributes the images before the damage, and a note. Remote shards that are in `index` are not read,
+    unless they have changed."""
     known = _read_index(index) if index else {}
     states = dict(zip(shards, find_states(shards), strict=True)) if is_url(shards[0]) else {}
     changed = list[str]()
@@ -250,7 +242,13 @@ class _Classes:
             some = [text for of, text in filter(None, self._numbers) if of == number]
             whole = all(map(bytes.isdigit, some))
             if whole and not names:
-                self._check_unnamed(number)
+                folders = [printable(folder) for folder, of in self._list_of.items() if of == number]
+                if len(self._lists) > 1:
+                    raise DataError(
+                        f"the classes of the shards in {folders[0]} are numbers without names, and other folders have "
+                        f"names in {CLASSES}: write one there, or give the folders as parts of data.mixture"
+                    )
+                self.notes += note_unnamed(folders)
             some.sort(key=int if whole else None)
             named = [names[int(text)] if whole and int(text) < len(names) else text for text in some]
             texts, called = [*texts, some], [*called, list(map(os.fsdecode, named))]
@@ -262,15 +260,6 @@ class _Classes:
             renumbered[[self._numbers[number, text] for text in some]] = joined[number][:-1]
         of_images = renumbered[np.asarray(self._labels, np.int32)]
         return label_arrays(list(range(len(classes))), of_images, list(map(os.fsencode, classes)))
-
-    def _check_unnamed(self, number: int) -> None:
-        folders = [printable(folder) for folder, of in self._list_of.items() if of == number]
-        if len(self._lists) > 1:
-            raise DataError(
-                f"the classes of the shards in {folders[0]} are numbers without names, and other folders have names in "
-                f"{CLASSES}: write one there, or give the folders as parts of data.mixture"
-            )
-        self.notes += note_unnamed(folders)
 
 
 def _names_in(folder: str) -> tuple[tuple[bytes, ...], list[str]]:
@@ -292,11 +281,10 @@ def _is_current(listing: Listing) -> bool:
         now = find_states([*shards])
         return now == states.tolist() and all(tag for _, tag in now)
 
-    def same(i: int) -> bool:
-        try:
-            return size_and_time(os.stat(shards[i])) == states[i].tolist()
-        except OSError:
-            return False
+    def same(shard: str, state: np.ndarray) -> bool:
+        with suppress(OSError):
+            return size_and_time(os.stat(shard)) == state.tolist()
+        return False
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return all(pool.map(same, range(len(shards)), chunksize=64))
+        return all(pool.map(same, shards, states))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from PIL import Image
@@ -36,30 +36,33 @@ from dino_ds.data.mixture import Mixture, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
-_METHODS = ("__len__", "load", "name")
-_READ_TWICE = 8
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
 """Optional methods of a source that take an image's index."""
 
 
 def training_images(data: DataSection, share: float) -> Source:
-    """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError."""
-    if not share:
-        return training_source(data)
-    if data.mixture or data.balance != "none":
+    """Open the training images of a recipe, without the `share` of them that is held out (eval.val_share); with `draws`
+    and notes on them if they are not drawn equally often. Raises ConfigError, DataError."""
+    if share and (data.mixture or data.balance != "none"):
         raise ConfigError(
             "eval.val_share is for one source whose images are drawn equally often, not for data."
             f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
         )
-    return split_off(recipe_images(data), data.root, share)[0]
+    source: Any = recipe_images(data)
+    if share:
+        return split_off(source, data.root, share)[0]
+    draws, notes = draws_of(source, data.balance)
+    if draws is not None:
+        source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
+    return cast(Source, source)
 
 
 def held_out_images(recipe: Recipe, train: Source) -> Source | None:
     """Open the images of the held-out loss; `train` are the recipe's `training_images`. None without that loss. Raises
     DataError."""
-    root, data = recipe.eval.val_root, recipe.data
     if isinstance(train, Part) and recipe.eval.val_share:
         return train.others
+    root, data = recipe.eval.val_root, recipe.data
     return None if root is None else build_source(data.source, root, "train", data.download, data.remote_cache_gib)
 
 
@@ -70,18 +73,6 @@ def labeled_test(train: Source) -> Part | None:
     labels = np.asarray(train.others.labels)
     known = (labels >= 0) & np.isin(labels, train.labels)
     return train.others.some(known) if len(np.unique(labels[known])) > 1 else None
-
-
-def training_source(data: DataSection) -> Source:
-    """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
-
-    Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
-    """
-    source: Any = recipe_images(data)
-    draws, notes = draws_of(source, data.balance)
-    if draws is not None:
-        source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
-    return source
 
 
 def recipe_images(data: DataSection) -> Source:
@@ -96,11 +87,9 @@ def recipe_images(data: DataSection) -> Source:
 def build_source(
     source: str, root: str | None, split: Literal["train", "test"], download: bool, cache_gib: float = 0.0
 ) -> Source:
-    """Open the images of one split; a user's files or class have no splits and are returned whole.
-
-    cache_gib: disk space for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source,
-    a class that is not a source, or a root beside the photographs.
-    """
+    """Open the images of one split; a user's files or class have no splits and are returned whole. cache_gib: disk
+    space for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source, a class that is
+    not a source, or a root beside the photographs."""
     if ":" in source:
         return _build_own(source, root)
     check_photos(source, root)
@@ -120,16 +109,12 @@ def build_source(
 
 
 def _build_own(path: str, root: str | None) -> Any:
-    """Build and check `Class(root)` for `module:Class`, a module on Python's path or in the current folder.
-
-    `labels` and `classes` default to None. Raises ConfigError for a class that can't be found or is not a source,
-    DataError for one that can't be built from `root`, can't be pickled or has no images.
-    """
+    """Build and check `Class(root)` for `module:Class`; `labels` and `classes` default to None. Raises ConfigError for
+    a class that is not a source, DataError for one that can't be built, can't be pickled or has no images."""
     source_class: type = find_own("data.source", path, "class", inspect.isclass)
-    missing_methods = [method for method in _METHODS if not callable(getattr(source_class, method, None))]
-    if missing_methods:
-        # Checked before the class is called: a recipe must not be able to call just any class of a library.
-        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
+    # Checked before the class is called: a recipe must not be able to call just any class of a library.
+    if lacks := [name for name in ("__len__", "load", "name") if not callable(getattr(source_class, name, None))]:
+        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(lacks)}")
     try:
         source = source_class(root)
         for name in ("labels", "classes"):
@@ -168,7 +153,7 @@ def _build_own(path: str, root: str | None) -> Any:
 
 
 def draws_of_its_own(source: Source) -> list[str]:
-    """A line if a user's class gives other images when it reads the first ones again with the same seeds: its random
+    """A line if a user's class gives other images when it reads the first 8 again with the same seeds: its random
     numbers can't be drawn again. Images that can't be read are left to training."""
     if not is_own(getattr(source, "whole", source)):
         return []
@@ -176,7 +161,7 @@ def draws_of_its_own(source: Source) -> list[str]:
     with suppress(Exception):  # of any kind: the class is a user's
         for _ in range(2):
             seed_generators(0)
-            readings.append([np.asarray(read(index)).tobytes() for index in range(min(_READ_TWICE, len(source)))])
+            readings.append([np.asarray(read(index)).tobytes() for index in range(min(8, len(source)))])
     if len(readings) < 2 or readings[0] == readings[1]:
         return []
     return [
@@ -188,14 +173,19 @@ def draws_of_its_own(source: Source) -> list[str]:
 def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
     whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
-    of the first that is no link. Raises DataError if a side is empty.
-    """
+    of the first that is no link. Raises DataError if a side is empty."""
     hashes = (
         hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
         for i in range(len(source))
     )
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
-    values = values[_first_names(source)]
+    keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
+    of_file, counts = np.unique(keys, return_inverse=True, return_counts=True)[1:]
+    is_link = np.zeros(len(keys), bool)
+    for index in np.flatnonzero(counts[of_file] > 1).tolist():
+        is_link[index] = os.path.realpath(source.name(index)) != source.name(index)
+    order = np.lexsort((is_link, of_file))
+    values = values[order[np.searchsorted(of_file[order], of_file)]]  # of the first name of each image's file
     held_out = values < np.uint64(int(share * 2**64))
     parts = Part(source, np.flatnonzero(~held_out)), Part(source, np.flatnonzero(held_out))
     if not all(map(len, parts)):
@@ -209,19 +199,6 @@ def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Par
     return parts
 
 
-def _first_names(source: Source) -> np.ndarray:
-    """For each image the index of the first name of its file, (n,): the first that is no link, or else the first."""
-    keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
-    of_file, counts = np.unique(keys, return_inverse=True, return_counts=True)[1:]
-    if len(counts) == len(keys):
-        return np.arange(len(keys))
-    is_link = np.zeros(len(keys), bool)
-    for index in np.flatnonzero(counts[of_file] > 1).tolist():
-        is_link[index] = os.path.realpath(source.name(index)) != source.name(index)
-    order = np.lexsort((is_link, of_file))
-    return order[np.searchsorted(of_file[order], of_file)]
-
-
 class Part:
     """Some images of a source, with all attributes and methods of that source."""
 
@@ -230,8 +207,7 @@ class Part:
     notes: list[str]
 
     def __init__(self, whole: Source, indices: np.ndarray) -> None:
-        self.whole, self._indices = whole, indices
-        self.classes = whole.classes
+        self.whole, self._indices, self.classes = whole, indices, whole.classes
         labels = whole.labels
         self.labels: Sequence[int] | None = None if labels is None else np.asarray(labels)[indices].tolist()
 
@@ -239,7 +215,6 @@ class Part:
         return len(self._indices)
 
     def some(self, chosen: np.ndarray) -> Part:
-        """Return the part of these images for which the mask `chosen` is true."""
         return Part(self.whole, self._indices[chosen])
 
     def load(self, index: int) -> Any:
@@ -271,11 +246,8 @@ TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]
     "eurosat": ("EuroSAT", [{}], [{}]),
 }
 """torchvision's class, and the arguments of the datasets that are joined for training and for testing."""
-_EUROSAT_TEST = 10
-"""EuroSAT has no splits: every tenth image is for testing."""
 PATCH_PIXELS = 40
-_SIDES = (48, 72)
-"""Smallest and largest side of a patch in a photograph that is 256 pixels high."""
+_SIDES = (48, 72)  # smallest and largest side of a patch in a photograph that is 256 pixels high
 _PER_PHOTO = {"train": 160, "test": 52}
 _PART = {"train": (0.0, 0.6), "test": (0.7, 1.0)}
 
@@ -288,8 +260,8 @@ class TorchvisionImages:
         self._parts = _open_named(dataset, root, split, download)
         self._rows = [(part, row) for part, images in enumerate(self._parts) for row in range(len(images))]
         labels = [label for images in self._parts for label in _labels_of(images)]
-        if dataset == "eurosat":
-            keep = [i for i in range(len(self._rows)) if (i % _EUROSAT_TEST == 0) == (split == "test")]
+        if dataset == "eurosat":  # has no splits: every tenth image is for testing
+            keep = [i for i in range(len(self._rows)) if (i % 10 == 0) == (split == "test")]
             self._rows, labels = [self._rows[i] for i in keep], [labels[i] for i in keep]
         self.labels: list[int] | None = labels
         self.classes: list[str] | None = _class_names(self._parts[0], labels)
@@ -311,7 +283,14 @@ class TorchvisionImages:
 
 
 def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any]:
-    datasets, folder = _import_datasets(), Path(os.path.expanduser(root))
+    try:
+        import torchvision.datasets as datasets
+    except (ImportError, RuntimeError) as error:
+        raise DataError(
+            f"torchvision cannot be loaded: {one_line(error)}; install the builds of torch and torchvision that "
+            "belong together, or use --data.source folder"
+        ) from error
+    folder = Path(os.path.expanduser(root))
     try:
         return _build(datasets, dataset, folder, split, download=False)
     except ImportError as error:  # flowers102 reads its labels with scipy
@@ -339,22 +318,10 @@ def _build(datasets: Any, dataset: str, folder: Path, split: str, download: bool
     return [getattr(datasets, class_name)(str(folder), **part, download=download) for part in parts]
 
 
-def _import_datasets() -> Any:
-    try:
-        import torchvision.datasets
-    except (ImportError, RuntimeError) as error:
-        raise DataError(
-            f"torchvision cannot be loaded: {one_line(error)}; install the builds of torch and torchvision that "
-            "belong together, or use --data.source folder"
-        ) from error
-    return torchvision.datasets
-
-
 def _labels_of(images: Any) -> list[int]:
     """Labels of a torchvision dataset, under whichever name it has them; all -1 without labels."""
     for attribute in ("targets", "labels", "_labels"):
-        values = getattr(images, attribute, None)
-        if values is not None:
+        if (values := getattr(images, attribute, None)) is not None:
             return [int(value) for value in values]
     samples = getattr(images, "_samples", None)
     return [int(label) for _, label in samples] if samples is not None else [-1] * len(images)
@@ -362,8 +329,7 @@ def _labels_of(images: Any) -> list[int]:
 
 def _class_names(images: Any, labels: list[int]) -> list[str]:
     names = getattr(images, "classes", None)
-    if names is None:
-        return [str(number) for number in range(max(labels) + 1)]
+    names = map(str, range(max(labels) + 1)) if names is None else names
     return [name if isinstance(name, str) else name[0] for name in names]
 
 

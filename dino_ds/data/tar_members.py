@@ -25,13 +25,11 @@ from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line
 
 _BLOCK, _MOST_HEADER = 512, 1 << 20
-_ZEROS, _MOST_ZEROS = 1 << 20, 64
-"""Bytes per read, and most reads, when looking for another archive after an end mark."""
+_ZEROS, _MOST_ZEROS = 1 << 20, 64  # bytes per read, and most reads, when looking for another archive after an end mark
 _MAX_LABEL_BYTES, _MAX_JSON_BYTES = 1000, 1 << 16
 _JSON_LOOKED_AT = 20
 """JSON members of a shard that are read first; if none of them names a class, the others are not read."""
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of gzip, bzip2, xz and zstd files."""
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes of gzip, bzip2, xz and zstd files
 
 
 class Members:
@@ -65,10 +63,8 @@ class Members:
             self.problems = [error.strerror or str(error)]
         keys = {_key(name) for name in self.images}
         self.others = [name for name in self.others if _key(name) not in keys]
-        for names, reason in (
-            (self._repeated, "have the name of an earlier one"),
-            (self._special, "are links, have holes or are no files (tar --dereference --hard-dereference packs files)"),
-        ):
+        special = "are links, have holes or are no files (tar --dereference --hard-dereference packs files)"
+        for names, reason in ((self._repeated, "have the name of an earlier one"), (self._special, special)):
             if names:
                 example = printable(os.fsdecode(names[0]))
                 self.problems.append(f"{len(names)} members like {example} are left out: they {reason}")
@@ -90,19 +86,26 @@ class Members:
                             return f"cut off in {printable(member.name)} at byte {member.offset}"
                         self._note_member(file, member)
                         end = max(end, archive.offset)
-                    if problem := _look_at_end(file, archive.offset):
-                        return f"what follows its end mark at byte {begin} is no tar" if begin and end < 0 else problem
+                    block = _read_at(file, _BLOCK, archive.offset)
+                    if block != bytes(_BLOCK):  # tarfile reports neither a damaged header nor an end between members
+                        if begin and end < 0:
+                            return f"what follows its end mark at byte {begin} is no tar"
+                        cut = "ends without a tar's end mark, so it may be cut off"
+                        return f"damaged at byte {archive.offset}" if block else cut
                     self.end, begin = archive.offset, _after_zeros(file, archive.offset)
             except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
-                return _describe_damage(_read_at(file, _BLOCK, 0), end, one_line(error))
+                head = _read_at(file, _BLOCK, 0)
+                if end < 0 and head.startswith(_COMPRESSED):
+                    return "compressed: unpack it, images are read at their places"
+                damage = f"cut off or damaged after byte {max(end, 0)} ({one_line(error)})"
+                return name_placeholder(head) or damage
         return None
 
     def _note_member(self, file: BinaryIO, member: tarfile.TarInfo) -> None:
         name = os.fsencode(member.name).replace(b"\0", b"?")
-        lower = name.lower()
+        lower, span = name.lower(), (member.offset_data, member.size)
         if is_hidden(name) or member.isdir():
             return
-        span = (member.offset_data, member.size)
         if not member.isreg() or member.sparse is not None:
             self._special.append(name)
         elif is_image(name, lambda: _read_at(file, min(HEAD, member.size), member.offset_data)):
@@ -133,13 +136,12 @@ class Members:
 
     def labels(self) -> list[bytes | None]:
         """Class of each image as text, found by the image's name or else by its key; None without a class."""
-        if not self._classes:
+        classes, stems, of_key = self._classes, set(map(_stem, self.images)), dict[bytes, bytes | None]()
+        if not classes:
             return [None] * len(self.images)
-        stems, of_key = {_stem(name) for name in self.images}, dict[bytes, bytes | None]()
-        for stem, text in self._classes.items():
+        for stem, text in classes.items():
             if stem not in stems:  # KEY.label.cls; several of them are ambiguous
                 of_key[_key(stem)] = None if _key(stem) in of_key else text
-        classes = self._classes
         return [classes.get(_stem(name), classes.get(_key(name), of_key.get(_key(name)))) for name in self.images]
 
     def kinds(self) -> Counter[bytes]:
@@ -149,11 +151,9 @@ class Members:
 
 
 class IndexedMembers(Members):
-    """The images of one shard by its line of an index, each with its CRC-32. Raises CheckpointError for a line of
-    another format, and ValueError, LookupError, TypeError.
-
-    `time` is a hash of the line, the shard's tag where its server gives none.
-    """
+    """The images of one shard by its line of an index, each with its CRC-32; `time` is a hash of the line, the shard's
+    tag where its server gives none. Raises CheckpointError for another format, and ValueError, LookupError,
+    TypeError."""
 
     def __init__(self, line: bytes, index: str) -> None:
         shard = json.loads(line)
@@ -190,8 +190,8 @@ def index_line(path: Path, name: str) -> str:
             [os.fsdecode(image), *span, zlib.crc32(_read_at(file, span[1], span[0])), text and os.fsdecode(text)]
             for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
         ]
-    record = {"shard": name, "format": FORMAT, "bytes": members.size, "end": members.end, "images": images}
-    return json.dumps(record)
+    facts = {"shard": name, "format": FORMAT, "bytes": members.size, "end": members.end, "images": images}
+    return json.dumps(facts)
 
 
 def _read_at(file: BinaryIO, size: int, offset: int) -> bytes:
@@ -219,20 +219,12 @@ def _key(name: bytes) -> bytes:
 
 def _ending(name: bytes) -> bytes:
     """The part of a member's name after its key and a dot."""
-    return name.rpartition(b"/")[2].partition(b".")[2]
+    return name[len(_key(name)) + 1 :]
 
 
 def _stem(name: bytes) -> bytes:
     """The path up to the last dot of the file's name."""
     return name.rpartition(b".")[0]
-
-
-def _look_at_end(file: BinaryIO, offset: int) -> str | None:
-    """Describe a missing end mark, or None: tarfile reports neither a damaged header nor an end between two members."""
-    block = _read_at(file, _BLOCK, offset)
-    if block == bytes(_BLOCK):
-        return None
-    return f"damaged at byte {offset}" if block else "ends without a tar's end mark, so it may be cut off"
 
 
 def _after_zeros(file: BinaryIO, offset: int) -> int | None:
@@ -243,9 +235,3 @@ def _after_zeros(file: BinaryIO, offset: int) -> int | None:
             return offset + (len(part) - len(rest)) // _BLOCK * _BLOCK
         offset += len(part)
     return None
-
-
-def _describe_damage(head: bytes, end: int, reason: str) -> str:
-    if end < 0 and head.startswith(_COMPRESSED):
-        return "compressed: unpack it, images are read at their places"
-    return name_placeholder(head) or f"cut off or damaged after byte {max(end, 0)} ({reason})"

@@ -24,7 +24,7 @@ from dino_ds.commands.curate import _train, check
 from dino_ds.commands.find import Embedded, _heading
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.root import open_files
-from dino_ds.data.sources import training_source
+from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
 from dino_ds.evals.curation import Vectors, cluster_levels, draw, groups, nearest_rows, pairs_of_cosine
@@ -157,7 +157,7 @@ def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path, 
     assert gone == {"copy0.png", "copy1.png", "copy2.jpg", "03.png", "copy4.png", "copy5.jpg"}
     assert found.listed.sum() == 60 and (found.duplicate_of >= 0).sum() == 6
     assert (tmp_path / "out/images.txt").read_bytes().count(b"/caf\xe9/") == 30
-    source = training_source(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data)
+    source = training_images(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data, 0.0)
     assert len(source) == 60 and len(source.classes) == 2
     assert Image.open(tmp_path / "out/duplicates.png").width > 200
 
@@ -172,7 +172,7 @@ def test_both_forms_give_the_same_clusters_which_balance_training(place, tmp_pat
     assert (forms[0].clusters < 0).all(axis=1).sum() == 1
     assert len((tmp_path / "p/images.txt").read_bytes().splitlines()) == 20
     keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/npy/clusters.csv"}
-    source = training_source(load_recipe("vits16", keys).data)
+    source = training_images(load_recipe("vits16", keys).data, 0.0)
     assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
 
 

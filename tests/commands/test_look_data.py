@@ -24,7 +24,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import COMMANDS, LookDataOptions
 from tests.data.files import tiff
-from tests.hostile.test_run_folders import _command
+from tests.hostile.guard import run_command
 
 SMALL = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "3"}
 
@@ -240,7 +240,7 @@ def test_what_is_there_stays_and_the_command_says_so(tmp_path, monkeypatch, comm
     for features in ("images/a.png", "x.npy", "x.npy.json"):
         Path(features).touch()
     before = sorted(tmp_path.rglob("*"))
-    code, lines = _command([*command.split(), *words.split()])
+    code, lines = run_command([*command.split(), *words.split()])
     assert code == 2 and str(file.parts[0]) in lines[-1] and not any("Traceback" in line for line in lines)
     assert file.read_text() == THERE and sorted(tmp_path.rglob("*")) == before
 

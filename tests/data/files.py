@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
+import tarfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 import PIL
@@ -57,6 +59,32 @@ def read(root):
     return build_source("folder", str(root), "train", False)
 
 
+def tar(path: Path, *files: tuple | dict, form: int = tarfile.PAX_FORMAT, mode: str = "w") -> Path:
+    """A tar of (name, content), where a number stands for its `png`, or of (name, type, target of the link)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = (entry for some in files for entry in (some.items() if isinstance(some, dict) else [some]))
+    with tarfile.open(path, mode, format=form) as archive:
+        for name, content, *target in entries:
+            info, data = tarfile.TarInfo(name), png(content) if isinstance(content, int) else content
+            if target:
+                info.type, info.linkname, data = content, target[0], b""
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def npy(values: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values)
+    return stream.getvalue()
+
+
+def tif(values: np.ndarray, **how: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, **how)
+    return stream.getvalue()
+
+
 def png_chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -78,11 +106,10 @@ def png16(values: np.ndarray) -> bytes:
 
 def tiff(values: np.ndarray, order: str = "<", compression: str | None = None) -> bytes:
     """A TIFF of the array's own type, (h, w) or (h, w, c); order < or >, the bytes'."""
-    channels, stream = values.shape[2] if values.ndim == 3 else 1, io.BytesIO()
+    channels = values.shape[2] if values.ndim == 3 else 1
     color = {"photometric": "rgb" if channels > 2 else "minisblack"}
     alpha = {"extrasamples": ["unassalpha"]} if channels == 4 else {}
-    tifffile.imwrite(stream, values, byteorder=order, compression=compression, metadata=None, **color, **alpha)
-    return stream.getvalue()
+    return tif(values, byteorder=order, compression=compression, metadata=None, **color, **alpha)
 
 
 def ppm(values: np.ndarray, most: int) -> bytes:
@@ -91,38 +118,29 @@ def ppm(values: np.ndarray, most: int) -> bytes:
     return f"{kind} {values.shape[1]} {values.shape[0]} {most} ".encode() + values.astype(">u2").tobytes()
 
 
-class Files:
-    labels = classes = None
-
-    def __init__(self, *contents: bytes) -> None:
-        self.contents = contents
-
-    def __len__(self) -> int:
-        return len(self.contents)
-
-    def read(self, index: int) -> bytes:
-        return self.contents[index]
-
-    def load(self, index: int) -> Image.Image:
-        raise NotImplementedError
-
-    def name(self, index: int) -> str:
-        return f"files/{index}.png"
-
-
 class Arrays:
     """Arrays or Pillow's images in memory: a source without files."""
 
     labels = classes = None
 
-    def __init__(self, *arrays: np.ndarray | Image.Image) -> None:
-        self.arrays = arrays
+    def __init__(self, *contents: np.ndarray | Image.Image | bytes) -> None:
+        self.contents = contents
 
     def __len__(self) -> int:
-        return len(self.arrays)
+        return len(self.contents)
 
     def load(self, index: int) -> np.ndarray | Image.Image:
-        return self.arrays[index]
+        return self.contents[index]
 
     def name(self, index: int) -> str:
         return f"arrays/{index}"
+
+
+class Files(Arrays):
+    load = None
+
+    def read(self, index: int) -> bytes:
+        return self.contents[index]
+
+    def name(self, index: int) -> str:
+        return f"files/{index}.png"

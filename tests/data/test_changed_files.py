@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dino_ds.costs import step_costs
 from dino_ds.costs.step_costs import StepCosts, StudentFacts
-from dino_ds.data.folder import ImageFolder, ListFile
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import _checksums
 from dino_ds.data.remote import FilePiece, RemoteCache, _opened
 from dino_ds.data.root import open_files
-from dino_ds.data.shards import TarShards
 from dino_ds.errors import DataError
-from tests.data.files import png, read
+from tests.data.files import members, png, read, tar
 from tests.data.servers import serving
+from tests.data.test_listing import tree
 from tests.data.test_remote import contents, write_index
-from tests.data.test_shards import pack
+from tests.sample import sampled
 
 FIRST = {f"{n}.png": png(n) for n in range(3)}
-
-
-def _tar(path, images):
-    pack(path, images)
 
 
 def _parquet(path, images):
@@ -53,13 +47,13 @@ def _hdf5(path, images):
             rows[number] = np.frombuffer(data, np.uint8)
 
 
-WRITERS = {"0.tar": _tar, "0.parquet": _parquet, "0.h5": _hdf5}
+WRITERS = {"0.tar": tar, "0.parquet": _parquet, "0.h5": _hdf5}
 
 
 def _append(path, write, count):
     more = {f"more{n}.png": png(100 + n) for n in range(count)}
-    if write is _tar:
-        pack(path, more, mode="a")
+    if write is tar:
+        tar(path, more, mode="a")
     else:
         write(path, FIRST | more)
 
@@ -111,12 +105,16 @@ def test_a_changed_file_on_a_disk(tmp_path, name, change, in_place):
         assert contents(read(path)) != seen
 
 
-@pytest.mark.parametrize("validators", [("ETag", "Last-Modified"), ("Last-Modified",), ()], ids=["ETag", "time", "no"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["0.tar", "index.jsonl", "0.parquet"])
-def test_a_changed_file_on_a_server(tmp_path, name, change, validators):
+SERVERS = {"ETag": ("ETag", "Last-Modified"), "time": ("Last-Modified",), "no": ()}
+CELLS = itertools.product(["0.tar", "index.jsonl", "0.parquet"], CHANGES, SERVERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "tags"), sampled(CELLS, lambda cell: (cell[:2], (cell[0], cell[2]), cell[1:]))
+)
+def test_a_changed_file_on_a_server(tmp_path, name, change, tags):
     """Where neither the server nor an index can tell, this is said at the start, and the next start reads all anew."""
-    indexed, name = name == "index.jsonl", name.replace("index.jsonl", "0.tar")
+    indexed, name, validators = name == "index.jsonl", name.replace("index.jsonl", "0.tar"), SERVERS[tags]
     path = tmp_path / "set" / name
     path.parent.mkdir()
     WRITERS[name](path, FIRST)
@@ -160,12 +158,12 @@ def _plan(type_, plain):
     return read
 
 
-def _listed(open_source):
-    def read(images: Path):
-        source = open_source(images)
-        return [source.member(i) for i in range(len(source))], [*(source.labels or ())], source.classes, source.notes
+def _listed(name):
+    def read_facts(images: Path):
+        source = read(images / name)
+        return members(source), [*(source.labels or ())], source.classes, source.notes
 
-    return read
+    return read_facts
 
 
 def _remote(images: Path):
@@ -180,9 +178,9 @@ def _remote(images: Path):
 CACHES = {
     "student": _plan(StudentFacts, _FACTS),
     "costs": _plan(StepCosts, _COSTS),
-    "folder": _listed(lambda images: ImageFolder(str(images / "classes"))),
-    "list": _listed(lambda images: ListFile(str(images / "list.txt"))),
-    "shards": _listed(lambda images: TarShards([str(images / "shard.tar")])),
+    "folder": _listed("classes"),
+    "list": _listed("list.txt"),
+    "shards": _listed("shard.tar"),
     "remote": _remote,
 }
 
@@ -190,8 +188,7 @@ CACHES = {
 def _rewrite(path: Path, change) -> None:
     """Change the JSON, or the arrays and notes of a listing, as another version of the program would write it."""
     if path.suffix == ".json":
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(change(content)))
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
     elif path.suffix == ".safetensors":
         with safe_open(path, "np") as file:
             about, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -219,14 +216,8 @@ DAMAGES = {
     "missing field": lambda path: _rewrite(path, lambda content: dict(list(content.items())[1:])),
     "a field's type": lambda path: _rewrite(path, lambda content: dict.fromkeys(content, "1")),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "a file for its folder": lambda path: (
-        path.unlink(),
-        path.parent.rename(path.parent.with_name("o")),
-        path.parent.write_text(""),
-    ),
+    "a file for its folder": lambda path: (path.parent.rename(path.parent.with_name("o")), path.parent.write_text("")),
 }
-
-
 CASES = [(cache, damage) for cache in CACHES for damage in DAMAGES]
 CASES.remove(("remote", "a file for its folder"))  # refused: data.remote_cache_gib asks for it
 
@@ -234,16 +225,12 @@ CASES.remove(("remote", "a file for its folder"))  # refused: data.remote_cache_
 @pytest.mark.parametrize(("kind", "damage"), CASES)
 def test_a_file_that_cannot_be_used_is_made_anew(kind, damage, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(step_costs, "_known", {})
-    for number, name in enumerate(("cat/1.png", "cat/2.png", "dog/1.png")):
-        (path := tmp_path / "classes" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
-    for path in (tmp_path / "classes", *(tmp_path / "classes").iterdir()):
-        os.utime(path, (1e9, 1e9))
+    names = "cat/1.png", "cat/2.png", "dog/1.png"
+    tree(tmp_path / "classes", *names)
     (tmp_path / "list.txt").write_text("classes/cat/1.png\tcat\nclasses/dog/1.png\tdog\n")
-    with tarfile.open(tmp_path / "shard.tar", "w") as shard:
-        shard.add(tmp_path / "classes", "classes")
-    read = CACHES[kind]
-    wanted = read(tmp_path)
+    tar(tmp_path / "shard.tar", *((f"classes/{name}", 1) for name in names))
+    read_facts = CACHES[kind]
+    wanted = read_facts(tmp_path)
     (file,) = (path for path in cache.rglob("*") if path.suffix in (".json", ".safetensors", ".part"))
     DAMAGES[damage](file)
-    assert read(tmp_path) == wanted and read(tmp_path) == wanted
+    assert read_facts(tmp_path) == wanted and read_facts(tmp_path) == wanted

@@ -17,9 +17,8 @@ from dino_ds.data.root import open_files
 from dino_ds.data.sources import recipe_images
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, Settings
-from tests.data.files import png, read, reds
+from tests.data.files import png, read, reds, tar
 from tests.data.servers import serving
-from tests.data.test_forms import tar
 from tests.data.test_parquet import struct, write
 from tests.evals.tiny import Colors
 from tests.sample import sampled

@@ -3,7 +3,6 @@ word about all that is left out."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -19,9 +18,8 @@ from dino_ds.config.fields import LEAST_IMAGES
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import with_own_images
-from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError
-from tests.data.files import encoded, members, photo, png, read, reds
+from tests.data.files import encoded, members, photo, png, read, reds, tar
 
 LONG = "dog/" + "long" * 40 + "/a b.png"
 TREE = {"cat/1.png": 1, "cat/deep/2.v2.png": 2, "cat/é.png": 3, LONG: 4, "dog/3.png": 5}
@@ -36,28 +34,6 @@ def tree(tmp_path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(TREE.get(name, 9)))
     return tmp_path / "tree"
-
-
-def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **facts: object) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    for key, value in facts.items():
-        setattr(info, key, value)
-    archive.addfile(info, io.BytesIO(data))
-
-
-def tar(path: Path, *files: tuple, form: int = tarfile.PAX_FORMAT) -> Path:
-    """(name, data) or (name, type, target of the link)."""
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w", format=form) as archive:
-        for name, what, *target in files:
-            if isinstance(what, int):
-                what = png(what)
-            if target:
-                add(archive, name, type=what, linkname=target[0])
-            else:
-                add(archive, name, what)
-    return path
 
 
 def as_list(tree: Path) -> Path:
@@ -84,22 +60,18 @@ def as_hdf5(tree: Path) -> Path:
     return tree.with_suffix(".h5")
 
 
-def by_gnu_tar(*options: str):
-    def write(tree: Path) -> Path:
-        archive = tree.with_suffix(".tar")
-        subprocess.run(["tar", "-C", tree, "--sort=name", *options, "-cf", archive, "."], check=True)
-        return archive
-
-    return write
+def by_gnu_tar(tree: Path, form: str) -> Path:
+    archive = tree.with_suffix(".tar")
+    subprocess.run(["tar", "-C", tree, "--sort=name", f"--format={form}", "-cf", archive, "."], check=True)
+    return archive
 
 
 def webdataset(ending: str, content):
     def write(tree: Path) -> Path:
-        files = []
+        files = dict[str, bytes]()
         for name in (*TREE, *HIDDEN):
-            stem, label = name.removesuffix(".png"), name.split("/")[0]
-            files += [(name, (tree / name).read_bytes()), (f"{stem}.{ending}", content(label))]
-        return tar(tree.with_suffix(".tar"), *files)
+            files |= {name: (tree / name).read_bytes(), name.replace("png", ending): content(name.split("/")[0])}
+        return tar(tree.with_suffix(".tar"), files)
 
     return write
 
@@ -107,8 +79,8 @@ def webdataset(ending: str, content):
 FORMS = {
     "folder": lambda tree: tree,
     "list": as_list,
-    "tar, GNU": by_gnu_tar("--format=gnu"),
-    "tar, pax": by_gnu_tar("--format=posix"),
+    "tar, GNU": lambda tree: by_gnu_tar(tree, "gnu"),
+    "tar, pax": lambda tree: by_gnu_tar(tree, "posix"),
     "webdataset, cls": webdataset("cls", str.encode),
     "webdataset, json": webdataset("json", lambda label: json.dumps({"width": 4, "label": label}).encode()),
     "Parquet": as_parquet,
@@ -144,9 +116,8 @@ def test_links_and_files_with_holes_are_counted(tmp_path):
     with open(tmp_path / "0.png", "wb") as file:
         file.truncate(1 << 16)
     for form in ("gnu", "posix", "oldgnu"):
-        subprocess.run(
-            ["tar", "-C", tmp_path, f"--format={form}", "-S", "-cf", tmp_path / "y.tar", "0.png"], check=True
-        )
+        words = ["tar", "-C", tmp_path, f"--format={form}", "-S", "-cf", tmp_path / "y.tar", "0.png"]
+        subprocess.run(words, check=True)
         with pytest.raises(DataError, match=r"no images in .* 1 members like 0\.png are left out"):
             read(tmp_path / "y.tar")
 
@@ -162,16 +133,10 @@ def test_archives_joined_by_cat_are_one(tmp_path):
 
 
 def test_keys_with_dots_have_their_own_classes(tmp_path):
-    files = [
-        (f"scan.00{i}.{ending}", i if ending == "png" else b"%d" % (i % 2))
-        for i in range(4)
-        for ending in ("png", "cls")
-    ]
+    files = ({f"scan.00{i}.png": i, f"scan.00{i}.cls": b"%d" % (i % 2)} for i in range(4))
     source = read(tar(tmp_path / "a.tar", *files))
     assert [source.classes[label] for label in source.labels] == ["0", "1", "0", "1"] and not source.notes
-    pairs = [
-        (f"{i}.{kind}", data) for i in range(3) for kind, data in (("in.png", i), ("mask.png", 9), ("y.cls", b"%d" % i))
-    ]
+    pairs = ({f"{i}.in.png": i, f"{i}.mask.png": 9, f"{i}.y.cls": b"%d" % i} for i in range(3))
     source = read(tar(tmp_path / "b.tar", *pairs))
     assert [source.classes[label] for label in source.labels] == ["0", "0", "1", "1", "2", "2"]
     assert source.notes == [
@@ -183,14 +148,14 @@ def test_keys_with_dots_have_their_own_classes(tmp_path):
 
 
 def test_json_without_a_class_gives_no_labels(tmp_path):
-    odd = [("0.png", 0), ("0.json", b'{"label": [1]}'), ("1.png", 1), ("1.json", b"{"), ("2.png", 2), ("2.json", b"[]")]
-    assert read(tar(tmp_path / "b.tar", *odd)).labels is None
+    odd = {"0.png": 0, "0.json": b'{"label": [1]}', "1.png": 1, "1.json": b"{", "2.png": 2, "2.json": b"[]"}
+    assert read(tar(tmp_path / "b.tar", odd)).labels is None
 
 
 def test_other_kinds_are_counted(tmp_path):
     names = [f"x{end}" for end in (".rw2", ".tar.gz", ".zip", ".xyz", "", ".json", ".txt")]
+    (tmp_path / "d").mkdir()
     for name in names:
-        (tmp_path / "d").mkdir(exist_ok=True)
         (tmp_path / "d" / name).write_bytes(b"x")
     said = "5 files that can't be read are left out, such as x: convert images to JPEG, PNG or TIFF, unpack archives"
     with pytest.raises(DataError, match=f"no images under .*; {said}"):
@@ -251,11 +216,10 @@ def test_every_command_says_what_is_left_out(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_a_folder_of_save_to_disk_is_answered_with_what_to_type(tmp_path, splits):
-    for folder in (tmp_path / "train",) if splits else (tmp_path,):
-        folder.mkdir(exist_ok=True)
-        for name in ("data-00000-of-00001.arrow", "state.json", "dataset_info.json"):
-            (folder / name).write_text("{}")
-    (tmp_path / "dataset_dict.json").write_text("{}") if splits else None
+    names, inside = ("data-00000-of-00001.arrow", "state.json", "dataset_info.json"), "train/" if splits else ""
+    for name in (*(f"{inside}{name}" for name in names), *["dataset_dict.json"] * splits):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     place = tmp_path / "SPLIT" if splits else tmp_path
     said = f"load_from_disk('{place}').to_parquet('images.parquet')\", then give images.parquet"
     with pytest.raises(DataError, match=re.escape(said)):
@@ -275,4 +239,4 @@ def test_what_stands_in_a_file_s_place_is_said(tmp_path, ending, said):
     path.write_bytes(PLACEHOLDERS[said])
     archive = ending in ("tar", "parquet", "h5")
     with pytest.raises(DataError if archive else UnreadableImage, match=said):
-        build_source("folder", str(path if archive else tmp_path), "train", False).load(0)
+        read(path if archive else tmp_path).load(0)

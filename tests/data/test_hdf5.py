@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import pickle
@@ -15,15 +14,11 @@ from PIL import Image
 
 from dino_ds.data.decode import open_image
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
+from tests.data.files import encoded, read
 
 h5py = pytest.importorskip("h5py")
 NOISE = np.random.default_rng(0).integers(0, 256, (7, 20, 24, 3), dtype=np.uint8)
-
-
-def opened(root):
-    return build_source("folder", str(root), "train", False)
 
 
 def values(source, index=0, channels=3):
@@ -37,79 +32,70 @@ def written(path, **datasets):
     return path
 
 
-def png(pixels):
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return np.frombuffer(stream.getvalue(), np.uint8)
-
-
-def encoded(path, kind=None):
-    """The NOISE as PNG files in rows of bytes, variable or (opaque) all of one length."""
-    rows = [png(one) for one in NOISE]
-    longest = max(map(len, rows))
-    with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("files", (7,), kind or np.dtype(f"V{longest}"))
-        for i, row in enumerate(rows):
-            dataset[i] = row if kind else np.void(row.tobytes().ljust(longest, b"\0"))
-    return path
-
-
 def test_a_lone_dataset_needs_no_name(tmp_path):
-    source = opened(written(tmp_path / "a.h5", images=NOISE, labels=np.array([3, 3, 5, -1, 5, 5, 3]), scale=1.0))
+    source = read(written(tmp_path / "a.h5", images=NOISE, labels=np.array([3, 3, 5, -1, 5, 5, 3]), scale=1.0))
     assert [np.array_equal(values(source, i), NOISE[i]) for i in range(len(source))] == [True] * 7
     assert source.name(6) == f"{tmp_path}/a.h5:/images/6" and source.member(6) == "a/images/000000006"
-    assert (list(source.labels), source.classes) == ([0, 0, 1, -1, 1, 1, 0], ["3", "5"])
-    source = opened(written(tmp_path / "b.h5", images=NOISE, labels=np.array([[3], [3], [5], [-1], [5], [5], [3]])))
-    assert list(source.labels) == [0, 0, 1, -1, 1, 1, 0] and source.notes == []
-    source = opened(written(tmp_path / "c.h5", images=NOISE, labels=np.array([b"cat"] * 7)))
+    assert (list(source.labels), source.classes, source.notes) == ([0, 0, 1, -1, 1, 1, 0], ["3", "5"], [])
+    source = read(written(tmp_path / "c.h5", images=NOISE, labels=np.array([b"cat"] * 7)))
     (note,) = source.notes
     assert source.labels is None and "/labels (7,) |S3 of" in note and "must be whole numbers, one an image" in note
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "chunked", "channels first", "gray", "16 bits, big-endian"])
-def test_arrays_are_read_as_they_are_stored(tmp_path, layout):
-    data = {
-        "channels first": np.moveaxis(NOISE, 3, 1),
-        "gray": NOISE[..., 0],
-        "16 bits, big-endian": NOISE.astype(">u2") * 16,
-    }.get(layout, NOISE)
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (NOISE, NOISE),
+        (np.moveaxis(NOISE, 3, 1), NOISE),
+        (NOISE[..., 0], NOISE[..., :1]),
+        (NOISE.astype(">u2") * 16, NOISE.astype(int) * 16),
+    ],
+    ids=["channels last", "channels first", "gray", "16 bits, big-endian"],
+)
+@pytest.mark.parametrize("how", [{}, {"chunks": True, "compression": "gzip"}], ids=["contiguous", "chunked"])
+def test_arrays_are_read_as_they_are_stored(tmp_path, data, expected, how):
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        chunks = {"chunks": (2, *data.shape[1:]), "compression": "gzip"} if layout == "chunked" else {}
-        file.create_dataset("images", data=data, **chunks)
-    expected = NOISE[..., 0] if layout == "gray" else NOISE.astype(int) * (16 if "16" in layout else 1)
-    found = values(opened(tmp_path / "a.hdf5"), 5, channels=1 if layout == "gray" else 3)
-    assert np.array_equal(found.squeeze(), expected[5])
+        file.create_dataset("images", data=data, **how)
+    found = values(read(tmp_path / "a.hdf5"), 5, channels=expected.shape[3])
+    assert np.array_equal(found.reshape(expected[5].shape), expected[5])
 
 
 @pytest.mark.parametrize("kind", [h5py.vlen_dtype(np.uint8), None])
 def test_encoded_images_are_read_from_bytes(tmp_path, kind):
-    source = opened(encoded(tmp_path / "a.h5", kind))
+    """As PNG files in rows of bytes, variable or (opaque) all of one length."""
+    rows = [encoded(Image.fromarray(pixels), "PNG") for pixels in NOISE]
+    longest = max(map(len, rows))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        dataset = file.create_dataset("files", (7,), kind or np.dtype(f"V{longest}"))
+        for i, row in enumerate(rows):
+            dataset[i] = np.frombuffer(row, np.uint8) if kind else np.void(row.ljust(longest, b"\0"))
+    source = read(tmp_path / "a.h5")
     assert all(np.array_equal(values(source, i), NOISE[i]) for i in range(7))
 
 
 def test_names_patterns_and_folders(tmp_path):
     for name, part in (("b.h5", NOISE[:3]), ("a.h5", NOISE[3:])):
         written(tmp_path / name, train=part, test=part[:1])
-    assert len(opened(f"{tmp_path}/a.h5:/train")) == 4 and len(opened(f"{tmp_path}/a.h5:/test")) == 1
-    both = opened(f"{tmp_path}/*.h5:/train")
+    assert len(read(f"{tmp_path}/a.h5:/train")) == 4 and len(read(f"{tmp_path}/a.h5:/test")) == 1
+    both = read(f"{tmp_path}/*.h5:/train")
     assert [both.name(i).partition(str(tmp_path))[2] for i in (3, 4)] == ["/a.h5:/train/3", "/b.h5:/train/0"]
     assert np.array_equal(values(both, 4), NOISE[0])
     with pytest.raises(DataError, match=r"a.h5 has 2 datasets .* /test \(1, 20, 24, 3\) uint8, /tr"):
-        opened(tmp_path)
+        read(tmp_path)
     with pytest.raises(DataError, match=r"a.h5 has no dataset /val; it has /test .*"):
-        opened(f"{tmp_path}/a.h5:/val")
+        read(f"{tmp_path}/a.h5:/val")
 
 
 def test_what_is_no_set_of_images_is_refused(tmp_path):
     for data in (np.zeros((4, 5)), NOISE[0], np.zeros((3, 8, 8, 3), complex), np.zeros((0, 8, 8, 3)), np.arange(5)):
         with pytest.raises(DataError, match=r"a.h5 has no dataset of images .*: name one, as file.h5:/images"):
-            opened(written(tmp_path / "a.h5", images=data))
+            read(written(tmp_path / "a.h5", images=data))
         with pytest.raises(DataError, match=r"a.h5:/images has (the shape|values of type) .*; wanted is \(n, h, w\)"):
-            opened(f"{tmp_path}/a.h5:/images")
+            read(f"{tmp_path}/a.h5:/images")
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", (10**8, 224, 224, 3), np.uint8)
     with pytest.raises(DataError, match="has no values: none were written"):
-        opened(f"{tmp_path}/a.h5:/images")
+        read(f"{tmp_path}/a.h5:/images")
 
 
 @pytest.mark.parametrize("kind", [np.uint8, h5py.vlen_dtype(np.uint8), np.dtype("V9")])
@@ -122,7 +108,7 @@ def test_claims_are_bounded_by_the_bytes_that_are_there(tmp_path, kind):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for root in (tmp_path / "a.h5", f"{tmp_path}/a.h5:/x"):
         with pytest.raises(DataError, match=r"no dataset of images|has 1000000000 images in a file of \d+ bytes"):
-            opened(root)
+            read(root)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
@@ -138,42 +124,31 @@ def test_nothing_outside_the_file_is_read(tmp_path):
         file.create_virtual_dataset("virtual", layout)
         file.create_dataset("raw", NOISE.shape, np.uint8, external=[(str(tmp_path / "raw"), 0, NOISE.nbytes)])
     with pytest.raises(DataError, match="no dataset of images"):
-        opened(tmp_path / "a.h5")
-    for name, said in (
-        ("link", "is a link, which is not followed"),
-        ("group/images", "is a link, which is not followed"),
-        ("soft", "is a link, which is not followed"),
-        ("virtual", "takes its values from other files, which are not read"),
-        ("raw", "takes its values from other files, which are not read"),
-    ):
+        read(tmp_path / "a.h5")
+    for name in ("link", "group/images", "soft", "virtual", "raw"):
+        links = name not in ("virtual", "raw")
+        said = "is a link, which is not followed" if links else "takes its values from other files, which are not read"
         with pytest.raises(DataError, match=said):
-            opened(f"{tmp_path}/a.h5:/{name}")
+            read(f"{tmp_path}/a.h5:/{name}")
 
 
-def _read_all(source, pipe):
-    pipe.send([values(source, i).tobytes() for i in range(len(source))])
+def _read_all(source):
+    return [values(source, i).tobytes() for i in range(len(source))]
 
 
 def test_many_processes_read_at_once(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip")
-    source = opened(tmp_path / "a.h5")
-    before = values(source, 0)
-    travels = pickle.dumps(source)
-    assert len(travels) < 1000 and np.array_equal(values(pickle.loads(travels), 0), before)
-    context, processes = multiprocessing.get_context("fork"), []
-    for _ in range(4):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_read_all, args=(source, theirs))
-        process.start()
-        processes.append((process, ours))
-    assert all(pipe.recv() == [one.tobytes() for one in NOISE] for _, pipe in processes)
-    [process.join() for process, _ in processes]
+    source = read(tmp_path / "a.h5")
+    before, expected = values(source, 0), [pixels.tobytes() for pixels in NOISE]
+    assert len(pickle.dumps(source)) < 1000
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(_read_all, [source] * 8, chunksize=1) == [expected] * 8
     assert np.array_equal(values(source, 0), before)
 
 
 def test_a_file_that_is_gone_later_is_unreadable(tmp_path):
-    source = opened(written(tmp_path / "a.h5", images=NOISE))
+    source = read(written(tmp_path / "a.h5", images=NOISE))
     os.rename(tmp_path / "a.h5", tmp_path / "b.h5")
     with pytest.raises(UnreadableImage, match=r"a.h5:/images/2 \(HDF5: "):
         source.read(2)
@@ -183,4 +158,4 @@ def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
     written(tmp_path / "a.h5", images=NOISE)
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ConfigError, match=r"HDF5 files need h5py: pip install 'dino_ds\[hdf5\]'"):
-        opened(tmp_path / "a.h5")
+        read(tmp_path / "a.h5")

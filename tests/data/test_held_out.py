@@ -15,7 +15,7 @@ from dino_ds.config.sections import DataSection
 from dino_ds.data.sources import Part, build_source, split_off, training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.suite import note_on_shared
-from tests.data.test_forms import tar
+from tests.data.files import tar
 from tests.data.test_parquet import struct, write
 from tests.run.harness import image_folder
 

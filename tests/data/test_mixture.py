@@ -22,7 +22,7 @@ from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Draws
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalization import with_image_settings
-from dino_ds.data.sources import training_source
+from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from tests.run.harness import image_folder
 
@@ -35,7 +35,7 @@ def recipe_with(root, mixture, **data):
 
 
 def source_with(root, mixture, **data):
-    return training_source(recipe_with(root, mixture, **data).data)
+    return training_images(recipe_with(root, mixture, **data).data, 0.0)
 
 
 def loaded(source, count, **options):
@@ -126,7 +126,7 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
     np.save(bands / "0.npy", np.zeros((40, 40, 5), np.uint8))
     recipe = recipe_with(root, f"mine=0.5,{bands}=0.5")
     with pytest.raises(ConfigError, match=f"data.mixture: {bands}: model.in_chans is 3, and images .* have 5 channels"):
-        with_image_settings(recipe, training_source(recipe.data))
+        with_image_settings(recipe, training_images(recipe.data, 0.0))
 
 
 def test_a_share_of_no_image_is_refused(root):

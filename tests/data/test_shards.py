@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -14,82 +12,56 @@ from dino_ds.data import shards as shards_module
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import expand
 from dino_ds.errors import DataError
-from tests.data.files import members, png, read, reds
-
-
-@pytest.fixture(autouse=True)
-def _opened():
-    cached = shards_module._open_shard
-    yield
-    cached.cache_clear()
-
-
-def pack(path: Path, members: dict[str, bytes] | list[tuple[str, bytes]], form=tarfile.PAX_FORMAT, mode="w") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, mode, format=form) as archive:
-        for name, data in members.items() if isinstance(members, dict) else members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
+from tests.data.files import members, png, read, reds, tar
 
 
 def test_a_folder_a_star_and_braces_are_the_same_shards(tmp_path):
     for number in range(12):
-        pack(tmp_path / "set" / f"{number:03d}.tar", {f"{number}.png": png(number)})
+        tar(tmp_path / "set" / f"{number:03d}.tar", {f"{number}.png": number})
     for root in ("set", "set/*.tar", "set/{000..011}.tar", "{set}/0{0?,1?}.tar", "set/{00[0-9],01?}.tar"):
         if root.startswith("{set}"):
             (tmp_path / "{set}").symlink_to("set")  # braces without a comma are themselves
         assert reds(read(tmp_path / root)) == list(range(12)), root
     assert reds(read(tmp_path / "set/00{3,1}.tar")) == [3, 1]
-    assert expand(str(tmp_path / "set/{11..9}.tar").replace("{11", "{011").replace("9}", "009}")) == [
-        str(tmp_path / f"set/0{n}.tar") for n in ("11", "10", "09")
-    ]
+    assert expand(f"{tmp_path}/set/{{011..009}}.tar") == [f"{tmp_path}/set/0{n}.tar" for n in ("11", "10", "09")]
 
 
 def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
-    pack(tmp_path / "0.tar", {"a.png": png(1)})
+    tar(tmp_path / "0.tar", {"a.png": 1})
     with pytest.raises(DataError, match=r"its file .*1\.tar is not there: fix the pattern or fetch it"):
         read(tmp_path / "{0..2}.tar")
     with pytest.raises(DataError, match=r"no file matches data\.root"):
         read(tmp_path / "*.tarr")
-    for root in ("ftp://host/a.tar", "pipe:cat a.tar"):
-        with pytest.raises(DataError, match="not a local path"):
-            read(root)
+    with pytest.raises(DataError, match="not a local path"):
+        read("pipe:cat a.tar")
 
 
 def test_labels_come_from_cls_members(tmp_path):
-    files = {"x/a.png": png(1), "x/a.cls": b"10", "x/b.png": png(2), "x/b.cls": b"9\n", "x/c.png": png(3)}
-    source = read(pack(tmp_path / "a.tar", files))
+    files = {"x/a.png": 1, "x/a.cls": b"10", "x/b.png": 2, "x/b.cls": b"9\n", "x/c.png": 3}
+    source = read(tar(tmp_path / "a.tar", files))
     assert source.labels == [1, 0, -1] and source.classes == ["9", "10"]
     (tmp_path / "named").mkdir()
     (tmp_path / "named/classes.txt").write_text("".join(f"class {n}\n" for n in range(11)))
-    pack(tmp_path / "named/a.tar", files)
+    tar(tmp_path / "named/a.tar", files)
     assert read(tmp_path / "named").classes == ["class 9", "class 10"]
 
 
-def count_walks(monkeypatch) -> list[str]:
-    walked: list[str] = []
-    find = shards_module.Members
-    monkeypatch.setattr(shards_module, "Members", lambda path, *rest: walked.append(path) or find(path, *rest))
-    return walked
-
-
 def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
-    walked = count_walks(monkeypatch)
-    path = pack(tmp_path / "s/0.tar", {"a.png": png(1)})
+    walked, find = list[str](), shards_module.Members
+    monkeypatch.setattr(shards_module, "Members", lambda path, *rest: walked.append(path) or find(path, *rest))
+    path = tar(tmp_path / "s/0.tar", {"a.png": 1})
     for _ in range(3):
         assert reds(read(tmp_path / "s")) == [1]
     assert len(walked) == 1
-    pack(path, {"b.png": png(2)})  # the same size
+    tar(path, {"b.png": 2})  # the same size
     os.utime(path, (6, 6))
     assert members(read(tmp_path / "s")) == ["b.png"] and len(walked) == 2
-    pack(tmp_path / "s/1.tar", {"c.png": png(3)})
+    tar(tmp_path / "s/1.tar", {"c.png": 3})
     assert members(read(tmp_path / "s")) == ["b.png", "c.png"] and len(walked) == 4
 
 
 def test_handles_are_safe_in_other_processes(tmp_path):
-    pack(tmp_path / "0.tar", {f"{i:03d}.png": png(i) for i in range(100)})
+    tar(tmp_path / "0.tar", {f"{i:03d}.png": i for i in range(100)})
     source = read(tmp_path / "0.tar")
     source.load(0)
     with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -100,31 +72,27 @@ def test_handles_are_safe_in_other_processes(tmp_path):
 
 
 def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):
-    source = read(pack(tmp_path / "a.tar", {"0.png": b"", "1.png": b"text", "2.png": png(2)[:45], "3.png": png(3)}))
-    reasons = []
-    for index in range(3):
-        with pytest.raises(UnreadableImage) as caught:
+    source = read(tar(tmp_path / "a.tar", {"0.png": b"", "1.png": b"text", "2.png": png(2)[:45], "3.png": 3}))
+    for index, reason in enumerate(("empty file", "not an image", "")):
+        with pytest.raises(UnreadableImage, match=f"{tmp_path}/a.tar/{index}.png .{reason}"):
             source.load(index)
-        reasons.append(caught.value.reason)
-        assert caught.value.name == f"{tmp_path}/a.tar/{index}.png"
-    assert reasons[:2] == ["empty file", "not an image"]
     assert source.load(3).getpixel((0, 0)) == (3, 0, 0)
 
 
 def test_duplicate_names_are_said_and_the_first_counts(tmp_path):
-    source = read(pack(tmp_path / "a.tar", [("a.png", png(1)), ("b.png", png(2)), ("a.png", png(3))]))
+    source = read(tar(tmp_path / "a.tar", ("a.png", 1), ("b.png", 2), ("a.png", 3)))
     assert reds(source) == [1, 2]
     assert "1 members like a.png are left out: they have the name of an earlier one" in source.notes[0]
-    pack(tmp_path / "s/0.tar", {"a.png": png(1)})
-    pack(tmp_path / "s/1.tar", {"a.png": png(2)})
+    tar(tmp_path / "s/0.tar", {"a.png": 1})
+    tar(tmp_path / "s/1.tar", {"a.png": 2})
     source = read(tmp_path / "s")
     assert reds(source) == [1, 2] and source.notes == []  # the same key in another shard is another image
 
 
 @pytest.mark.parametrize("where", [0, 100, 512, 600, 1100, 2047, 2048, 4000, 5 * 1024 + 511, 5 * 1024 + 512, 6000])
 def test_a_cut_shard_gives_what_is_whole_and_says_so(tmp_path, where):
-    whole = pack(tmp_path / "whole.tar", {f"{i}.png": png(i) for i in range(5)}, tarfile.USTAR_FORMAT).read_bytes()
-    pack(tmp_path / "s/1.tar", {"good.png": png(9)})
+    whole = tar(tmp_path / "whole.tar", {f"{i}.png": i for i in range(5)}, form=tarfile.USTAR_FORMAT).read_bytes()
+    tar(tmp_path / "s/1.tar", {"good.png": 9})
     (tmp_path / "s/0.tar").write_bytes(whole[:where])
     source = read(tmp_path / "s")
     full = min(5, sum(512 + i * 1024 + len(png(i)) <= where for i in range(5)))
@@ -134,8 +102,8 @@ def test_a_cut_shard_gives_what_is_whole_and_says_so(tmp_path, where):
 
 
 def test_a_damaged_header_ends_a_shard_with_a_word(tmp_path):
-    path = pack(tmp_path / "s/0.tar", {f"{i}.png": png(i) for i in range(5)}, tarfile.USTAR_FORMAT)
-    pack(tmp_path / "s/1.tar", {"good.png": png(9)})
+    path = tar(tmp_path / "s/0.tar", {f"{i}.png": i for i in range(5)}, form=tarfile.USTAR_FORMAT)
+    tar(tmp_path / "s/1.tar", {"good.png": 9})
     data = bytearray(path.read_bytes())
     data[2 * 1024 + 130] ^= 1
     path.write_bytes(data)
@@ -159,7 +127,7 @@ def test_what_is_no_tar_at_all(tmp_path):
 
 def test_a_shard_lost_in_the_middle_of_a_run_is_unreadable_images(tmp_path):
     """Other changes: test_changed_files.py."""
-    _, second = (pack(tmp_path / f"s/{n}.tar", {"a.png": png(n), "b.png": png(n)}) for n in (1, 2))
+    _, second = (tar(tmp_path / f"s/{n}.tar", {"a.png": n, "b.png": n}) for n in (1, 2))
     source = read(tmp_path / "s")
     second.unlink()
     assert source.load(0).getpixel((0, 0)) == (1, 0, 0)

@@ -8,8 +8,6 @@ import pickle
 import random
 import re
 import sys
-import tarfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError
-from tests.data.files import ORANGE, read
+from tests.data.files import ORANGE, read, tar
 from tests.data.test_loader import batches
 from tests.run.harness import image_folder
 
@@ -59,20 +57,19 @@ def test_links_are_followed_once_and_loops_end(tmp_path):
     assert [os.path.relpath(source.name(i), root) for i in range(len(source))] == ["linked/x.png", "zebra/a.png"]
 
 
-def test_missing_folder_names_the_nearest(tmp_path):
+def test_what_is_no_folder_is_said_with_the_nearest(tmp_path):
     (tmp_path / "images").mkdir()
-    with pytest.raises(
-        DataError, match=re.escape(f"{tmp_path}/imagse does not exist. Did you mean {tmp_path}/images?")
+    save(tmp_path / "one.png")
+    for name in ("features.npy", "features.npy.json"):
+        (tmp_path / name).write_text("{}")
+    for name, said in (
+        ("imagse", f"{tmp_path}/imagse does not exist. Did you mean {tmp_path}/images?"),
+        ("zzz/zzz", f"{tmp_path}/zzz/zzz does not exist (its part {tmp_path} does)"),
+        ("one.png", "one.png is a single image: give the folder"),
+        ("features.npy", "features.npy is a file of features: give the folder of the images"),
     ):
-        read(tmp_path / "imagse")
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/zzz/zzz does not exist (its part {tmp_path} does)")):
-        read(tmp_path / "zzz/zzz")
-    with pytest.raises(DataError, match=r"one.png is a single image: give the folder"):
-        read(save(tmp_path / "one.png"))
-    np.save(tmp_path / "features.npy", np.zeros((3, 4)))
-    (tmp_path / "features.npy.json").write_text("{}")
-    with pytest.raises(DataError, match=r"features.npy is a file of features: give the folder of the images"):
-        read(tmp_path / "features.npy")
+        with pytest.raises(DataError, match=re.escape(said)):
+            read(tmp_path / name)
 
 
 def test_the_folder_of_a_run_is_no_folder_of_images(tmp_path):
@@ -110,23 +107,15 @@ def test_every_photo_is_in_the_notice_and_all_are_small():
     assert sum(file.stat().st_size for file in files) < 400_000
 
 
-def test_unknown_source_and_missing_root():
-    with pytest.raises(ConfigError, match=r"'cifar11' is unknown; allowed are folder, photos, .*Did you mean cifar10"):
-        build_source("cifar11", None, "train", False)
-    for source in set(SOURCES) - {"photos"}:
-        with pytest.raises(DataError, match=r"--data\.root DIR"):
-            build_source(source, None, "train", False)
-
-
-def test_the_photographs_are_never_taken_for_images_that_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"--data\.source folder"):
-        build_source("photos", str(tmp_path), "train", False)
-
-
-def test_torchvision_sets_that_are_not_there(tmp_path):
-    for source in sources.TORCHVISION_SETS:
-        with pytest.raises(DataError, match=f"{source} is not under {tmp_path}.*--data.download true") as caught:
-            build_source(source, str(tmp_path), "train", False)
+def test_unknown_sources_and_missing_images_are_refused(tmp_path):
+    for source, root, said in (
+        ("cifar11", None, r"'cifar11' is unknown; allowed are folder, photos, .*Did you mean cifar10"),
+        ("photos", str(tmp_path), r"--data\.source folder"),
+        *((source, None, r"--data\.root DIR") for source in set(SOURCES) - {"photos"}),
+        *((source, str(tmp_path), f"{source} is not under .*--data.download") for source in sources.TORCHVISION_SETS),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            build_source(source, root, "train", False)
         assert "\n" not in str(caught.value)
 
 
@@ -221,14 +210,12 @@ def test_the_example_of_the_docs_runs(write_module, tmp_path):
         ("mod:A", A.replace("str(i)", "('a', 'b')[i]"), r"from data\.root R: IndexError: tuple index"),
         ("mod:A", A.replace(": pass", ": self.f = open(__file__)", 1), r"open files .* in load"),
         ("mod:A", A.replace(":", ":\n    labels = [0]", 1), r"3 images and 1 labels"),
-        *(
-            (
-                "mod:A",
-                A.replace(":", f":\n    labels, classes = {labels}, 'ab'", 1),
-                r"mod:A\.labels must be .* in mod:A\.classes \(0 to 1\)",
-            )
-            for labels in ([-1, 1, 2], ["a", "b", "a"])
+        (
+            "mod:A",
+            A.replace(":", ":\n    labels, classes = [-1, 1, 2], 'ab'", 1),
+            r"mod:A\.labels must be .* \(0 to 1\)",
         ),
+        ("mod:A", A.replace(":", ":\n    labels, classes = [*'aba'], 'ab'", 1), r"labels must be whole numbers"),
     ],
 )
 def test_what_is_wrong_with_a_class_is_one_line(write_module, source, text, message):
@@ -257,27 +244,18 @@ def test_a_class_of_a_notebook_is_refused(monkeypatch):
         build_source("__main__:Mine", "train", "train", False)
 
 
-@dataclass
-class Names:
-    """A source of names, with or without sizes of files."""
-
-    names: list[str]
-    sizes: dict[str, int] | None = None
-
-    def __len__(self):
-        return len(self.names)
-
-    def name(self, index):
-        return self.names[index]
-
-    def __getattr__(self, key):
-        if key == "file_bytes" and self.sizes is not None:
-            return lambda index: self.sizes[self.names[index]]
-        raise AttributeError(key)
+class Names(list):
+    name = list.__getitem__
 
 
-def _set(names, sizes=None):
-    return ImageSet.of(Names(list(names), sizes), None)
+def _set(names, sizes=None, contents=None):
+    """Description of a source of names, with or without sizes and contents of its files."""
+    source = Names(names)
+    if sizes:
+        source.file_bytes = lambda index: sizes[source[index]]
+    if contents:
+        source.read = lambda index: contents[source[index]]
+    return ImageSet.of(source, None)
 
 
 def _numbered(first, last):
@@ -290,9 +268,6 @@ def test_small_sets_are_compared_whole():
     assert old.changes(_set(_numbered(8, 104))) == "64 -> 96 images: 40 added, 8 removed, 0 of another size"
     assert "as before: 64 added, 64 removed, 0" in old.changes(_set(f"x{i}" for i in range(64)))
     assert old.changes(_set(reversed(_numbered(0, 64)))) == "64 images as before: the same names in another order"
-
-
-def test_another_size_is_another_image():
     names = _numbered(0, 20)
     old, now = (_set(names, {name: 100 + grown * (i < 5) for i, name in enumerate(names)}) for grown in (0, 1))
     assert old.changes(now) == "20 images as before: 0 added, 0 removed, 5 of another size"
@@ -313,34 +288,16 @@ def test_it_comes_back_from_json_and_from_nothing_else():
     old = _set(_numbered(0, 9), dict.fromkeys(_numbered(0, 9), 7))
     saved = json.loads(json.dumps(old.to_json()))
     assert ImageSet.from_json(saved) == old
-    for wrong in (
-        None,
-        {},
-        {**saved, "sample": "ab"},
-        {**saved, "contents": "ab"},
-        {**saved, "sample": 3},
-        {**saved, "count": "many"},
-        [],
-        "x",
-    ):
+    changes = {"sample": "ab"}, {"contents": "ab"}, {"sample": 3}, {"count": "many"}
+    for wrong in (None, {}, [], "x", *(saved | change for change in changes)):
         with pytest.raises(DataError, match="a description of images can't be used"):
             ImageSet.from_json(wrong)
-
-
-@dataclass
-class Files(Names):
-    """A source of encoded files, the content of each its own."""
-
-    contents: dict[str, bytes] | None = None
-
-    def read(self, index):
-        return self.contents[self.names[index]]
 
 
 def _files(count, changed=()):
     names = _numbered(0, count)
     contents = {name: (b"new" if i in changed else b"old") + name.encode() for i, name in enumerate(names)}
-    return ImageSet.of(Files(names, dict.fromkeys(names, 10), contents), None)
+    return _set(names, dict.fromkeys(names, 10), contents)
 
 
 def test_other_contents_of_the_same_sizes_are_noticed():
@@ -352,30 +309,18 @@ def test_other_contents_of_the_same_sizes_are_noticed():
     assert len(json.dumps(_files(3000).to_json())) < 30_000
 
 
-def _bmp(path, seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-
-
-@pytest.mark.parametrize("form", ["folder", "list", "tar"])
+@pytest.mark.parametrize("form", ["", "list.txt", "shard.tar"])
 def test_files_are_known_by_their_contents_in_every_form(tmp_path, form):
     found = []
-    for place, seed in (("a", 0), ("b", 0), ("c", 1)):
-        folder = tmp_path / place
-        folder.mkdir()
-        files = [folder / f"{i}.bmp" for i in range(5)]
-        for number, file in enumerate(files):
-            _bmp(file, seed + number)
-        root = folder
-        if form == "list":
-            root = folder / "list.txt"
-            root.write_text("".join(f"{file.name}\n" for file in files))
-        if form == "tar":
-            root = folder / "shard.tar"
-            with tarfile.open(root, "w") as archive:
-                for file in files:
-                    archive.add(file, file.name)
-        found.append(ImageSet.of(build_source("folder", str(root), "train", False), str(root)))
+    for place, first in (("a", 0), ("b", 0), ("c", 1)):
+        root, names = tmp_path / place / form, [f"{i}.bmp" for i in range(5)]
+        for number, name in enumerate(names):
+            save(tmp_path / place / name, (first + number, 0, 0))
+        if form == "list.txt":
+            root.write_text("\n".join(names))
+        if form == "shard.tar":
+            tar(root, {name: (tmp_path / place / name).read_bytes() for name in names})
+        found.append(ImageSet.of(read(root), str(root)))
     assert found[0].changes(found[1]) == "" and found[0] == found[1]
     assert found[0].changes(found[2]).endswith("0 of another size, 5 of 5 that were read of other content")
 

@@ -17,7 +17,8 @@ from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import UnreadableImage, in_channels
 from dino_ds.data.normalization import with_image_settings
 from dino_ds.errors import DataError
-from tests.data.files import PILLOW_READS_MORE, Files, encoded, photo, png16
+from tests.data.files import PILLOW_READS_MORE, Files, encoded, photo, png16, tif
+from tests.data.test_rasters import with_tags
 from tests.sample import sampled
 
 RGB = np.asarray(photo(64, 48))
@@ -58,10 +59,7 @@ def written(color: str, bits: int, layout: str, pages: list[dict]) -> bytes:
         for page in pages:
             options = {key: value for key, value in page.items() if key != "small"}
             file.write(np.ascontiguousarray(values[::4, ::4] if "small" in page else values), **how, **options)
-    data = bytearray(stream.getvalue())
-    if layout == "mask first":
-        data[tifffile.TiffFile(io.BytesIO(data)).pages[0].tags["NewSubfileType"].valueoffset] = 4
-    return bytes(data)
+    return with_tags(stream.getvalue(), NewSubfileType=4) if layout == "mask first" else stream.getvalue()
 
 
 def read(data: bytes, channels: int = 3) -> np.ndarray | str:
@@ -99,9 +97,7 @@ def test_a_page_that_may_be_a_thumbnail_is_not_taken_for_the_image(color, layout
 @pytest.mark.parametrize("kind", [{"imagej": True}, {"ome": True}, {"shaped": True}])
 @pytest.mark.parametrize("axes", ["ZYX", "TYX", "CYX"])
 def test_slices_and_frames_are_no_bands(kind, axes):
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, np.stack([GRAY] * 3), photometric="minisblack", metadata={"axes": axes}, **kind)
-    found = read(stream.getvalue())
+    found = read(tif(np.stack([GRAY] * 3), photometric="minisblack", metadata={"axes": axes}, **kind))
     assert isinstance(found, np.ndarray) if axes == "CYX" else "of a volume or film write one image" in found
 
 
@@ -111,21 +107,15 @@ def test_ycbcr_is_read_unless_it_is_subsampled_and_not_compressed():
     assert read(encoded(ycbcr, "TIFF", compression="jpeg")).shape == (48, 64, 3)
     if PILLOW_READS_MORE:
         np.testing.assert_array_equal(read(encoded(ycbcr, "TIFF")), ycbcr.convert("RGB"))
-    stream = io.BytesIO()
-    tag = [(530, "H", 2, (2, 2), True)]
-    tifffile.imwrite(stream, np.zeros((48, 32, 3), np.uint8), photometric="ycbcr", extratags=tag)
-    data = bytearray(stream.getvalue())
-    page = tifffile.TiffFile(io.BytesIO(data)).pages[0]
-    data[page.tags["ImageWidth"].valueoffset] = 64  # half as many bytes as three a pixel
-    assert re.fullmatch(NOT_CONVERTED, read(bytes(data)))
+    half = tif(np.zeros((48, 32, 3), np.uint8), photometric="ycbcr", extratags=[(530, "H", 2, (2, 2), True)])
+    assert re.fullmatch(NOT_CONVERTED, read(with_tags(half, ImageWidth=64)))  # half as many bytes as three a pixel
 
 
 @pytest.mark.parametrize(("metadata", "said"), [(None, True), ({"axes": "CYX"}, False)])
 def test_three_gray_pages_are_not_taken_for_colors_without_a_word(metadata, said):
     """Unless the file calls them channels."""
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, np.stack([GRAY] * 3), photometric="minisblack", metadata=metadata)
-    notes = with_image_settings(load_recipe(None, {}), Files(stream.getvalue()))[1]
+    data = tif(np.stack([GRAY] * 3), photometric="minisblack", metadata=metadata)
+    notes = with_image_settings(load_recipe(None, {}), Files(data))[1]
     note = "1 images looked at have three gray pages, which are taken as three channels, such as files/0.png: slices"
     assert [text[: len(note)] for text in notes] == [note] * said
 
@@ -144,12 +134,9 @@ ALPHAS = {
 def with_alpha(form: str, alpha: np.ndarray, base: np.ndarray) -> bytes:
     pixels = np.dstack([base, alpha])
     if form in ("TIFF", "TIFF of 16 bits", "TIFF, premultiplied"):
-        stream = io.BytesIO()
         kind = "assocalpha" if "pre" in form else "unassalpha"
-        values = expected_of(16 if "16" in form else 8, pixels)
         how = {"photometric": "rgb" if pixels.shape[2] == 4 else "minisblack", "extrasamples": [kind]}
-        tifffile.imwrite(stream, values, planarconfig="contig", **how)
-        return stream.getvalue()
+        return tif(expected_of(16 if "16" in form else 8, pixels), planarconfig="contig", **how)
     if form == "PNG of 16 bits":
         return png16(expected_of(16, pixels))
     return encoded(Image.fromarray(pixels), form, **({"lossless": True, "exact": True} if form == "WEBP" else {}))
@@ -183,33 +170,29 @@ def test_a_channel_that_is_called_alpha_is_asked_about_where_it_looks_like_an_im
 )
 def test_alpha_in_a_plane_of_its_own_is_read(base, photometric, kind, compression):
     """Pillow gives one plane of gray and alpha twice."""
-    stream, pixels = io.BytesIO(), np.dstack([base, EDGES])
+    pixels = np.dstack([base, EDGES])
     how = {"planarconfig": "separate", "extrasamples": [kind], "compression": compression}
-    tifffile.imwrite(stream, np.moveaxis(pixels, -1, 0), photometric=photometric, **how)
-    np.testing.assert_array_equal(read(stream.getvalue(), pixels.shape[2]), pixels)
-    found, plain = read(stream.getvalue()), read(with_alpha("PNG", EDGES, base))
+    data = tif(np.moveaxis(pixels, -1, 0), photometric=photometric, **how)
+    np.testing.assert_array_equal(read(data, pixels.shape[2]), pixels)
+    found, plain = read(data), read(with_alpha("PNG", EDGES, base))
     np.testing.assert_array_equal(found, plain if photometric == "rgb" else pixels)
+
+
+LEAST = -3.4028234663852886e38
 
 
 @pytest.mark.parametrize(
     ("kind", "number", "tile"),
-    [
-        ("f4", -9999, {}),
-        ("f4", -3.4028234663852886e38, {"tile": (16, 16)}),
-        ("i2", -32768, {"compression": "zlib"}),
-        ("u2", 65535, {}),
-    ],
+    [("f4", LEAST, {"tile": (16, 16)}), ("i2", -32768, {"compression": "zlib"}), ("u2", 65535, {})],
 )
 def test_pixels_without_data_are_said(kind, number, tile):
     """GDAL's tag; not where its number is black, or one that the type can't hold."""
     values = (RGB[..., 0].astype(kind) * 3).astype(kind)
     values[:5] = number
     for nodata, bands in itertools.product((number, 0, -12345, 1e300), (1, 5)):
-        stream = io.BytesIO()
         tag = [(42113, "s", 0, f"{nodata:.17g}", True)]
         pixels = values if bands == 1 else np.dstack([values] * bands)
-        tifffile.imwrite(stream, pixels, photometric="minisblack", planarconfig="contig", extratags=tag, **tile)
-        found = read(stream.getvalue(), bands)
+        found = read(tif(pixels, photometric="minisblack", planarconfig="contig", extratags=tag, **tile), bands)
         if nodata == number:
             assert str(found).startswith(f"{320 * bands} values without data (GDAL's nodata {number:g})")
         else:

@@ -16,17 +16,10 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage, load_image, open_image
 from dino_ds.data.folder import ImageFolder
+from dino_ds.data.image_values import ImageValues, Sample, find_misfits, look_at_values
 from dino_ds.data.images import UnreadableImage, ValueRange, to_unit
 from dino_ds.data.multicrop import EvalCrop, MultiCrop
-from dino_ds.data.normalization import (
-    IMAGENET,
-    STD,
-    ImageValues,
-    Sample,
-    find_misfits,
-    look_at_values,
-    with_image_settings,
-)
+from dino_ds.data.normalization import IMAGENET, STD, with_image_settings
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff
@@ -107,13 +100,10 @@ def test_evaluations_crop_deep_images_as_those_of_8_bits():
     assert unit.min() >= -1e-6 and unit.max() <= 1 + 1e-6
 
 
-def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:
-    dataset = MultiCropDataset(
-        source,
-        crops or MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino"),
-        LoaderOptions(augment=augment, value_range=value_range),
-    )
-    return [view for epoch in range(epochs) for view in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
+def crops_of(source, value_range) -> list[torch.Tensor]:
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino")
+    dataset = MultiCropDataset(source, crops, LoaderOptions(augment="device", value_range=value_range))
+    return [view for epoch in range(4) for view in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
 
 
 @pytest.mark.parametrize("scale", [1, 257])

@@ -8,7 +8,7 @@ import json
 import resource
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +20,6 @@ from dino_ds.errors import lines_for_people
 
 SECONDS = 60
 MEMORY_MIB = 500
-MOST_LINES = 10
-"""One a problem."""
 
 
 class Hang(BaseException):
@@ -57,25 +55,25 @@ def bounded() -> Iterator[None]:
     assert _peak_mib() - peak < MEMORY_MIB
 
 
-def command(*words: str) -> tuple[int, list[str]]:
-    """Exit code and lines on stderr of `dino-ds WORDS`, up to the point where its work begins. Words that are refused
-    must be so in at most ten lines, a problem each, of bounded length."""
-    stderr = io.StringIO()
-    code = 0
-    with (
-        bounded(),
-        mock.patch.object(cli, "call", return_value=None),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(stderr),
-    ):
+def run_command(words: Iterable[object]) -> tuple[int, list[str]]:
+    """Exit code and lines on stderr of `dino-ds WORDS`."""
+    code, errors = 0, io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         try:
-            cli.main(list(words))
+            cli.main(list(map(str, words)))
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-    lines = stderr.getvalue().splitlines()
+            code = int(end.code or 0)
+    return code, errors.getvalue().splitlines()
+
+
+def command(*words: str) -> tuple[int, list[str]]:
+    """Of `run_command`, up to the point where its work begins. Words that are refused must be so in at most ten lines,
+    a problem each, of bounded length."""
+    with bounded(), mock.patch.object(cli, "call", return_value=None):
+        code, lines = run_command(words)
     if code:
         assert code in (2, 3), (code, lines)
-        assert 1 <= len(lines) <= MOST_LINES and all(line.startswith("dino_ds: error: ") for line in lines), lines
+        assert 1 <= len(lines) <= 10 and all(line.startswith("dino_ds: error: ") for line in lines), lines
         assert all(len(line) <= 1050 and line.isprintable() for line in lines), lines
     return code, lines
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import lzma
@@ -34,13 +33,68 @@ from dino_ds.errors import CheckpointError, ConfigError, UserError
 from dino_ds.options.commands import COMMANDS
 from dino_ds.planning.doctor import read_hostfile
 from dino_ds.weights.sidecar import read_sidecar
-from tests.data.files import decode_rgb, encoded, png_chunk, png_of
-from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, npy, tif, with_tags
+from tests.data.files import decode_rgb, encoded, npy, png_chunk, png_of, tar, tif
+from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, with_tags
 from tests.hostile.guard import bounded, command, examples, raised_by
-from tests.hostile.mutate import NASTY, broken_bytes, broken_text, nasty
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
+
+NASTY = [
+    "\0", "\x1b[2J", "\u202e", "\u2028", "\ud7ff", "﻿", "\t", "\r", "\n", " ", '"', "'", "{", "}", "[", "]", ":", ",",
+    "#", "&a ", "*a", "!!python/object/apply:os.system ['true']", "<<: *a", "---\n", "...", "%", "|", ">", "../", "~",
+    "-", "--", "=", "$(touch canary)", "`touch canary`", ";", "1e999", "-1", "0", "NaN", "Infinity", "null", "none",
+    "true", "9" * 5000, "0x", "1_000", "é" * 50, "x" * 5000, "[" * 3000, "{a: " * 300,
+]  # fmt: skip
+"""Pieces that have troubled parsers."""
+
+nasty = st.one_of(st.sampled_from(NASTY), st.text(max_size=20))
+
+
+@st.composite
+def broken_text(draw: st.DrawFn, whole: str) -> str:
+    """`whole` with one to three faults."""
+    text = whole
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.integers(0, len(text)))
+        end = min(len(text), begin + draw(st.integers(0, 12)))
+        middle = draw(
+            st.one_of(
+                st.just(""),  # cut out
+                nasty,
+                st.just(text[begin:end] * 2),
+                st.just(text[begin:end][::-1]),
+            )
+        )
+        text = text[:begin] + middle + text[end:]
+    return text
+
+
+@st.composite
+def broken_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
+    """`whole` with one to three faults: cut off, bits flipped, parts overwritten, doubled or taken out."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        if not data:
+            break
+        # The beginning holds what a parser believes.
+        near = min(len(data) - 1, draw(st.sampled_from([16, 64, 600, len(data) - 1])))
+        begin = draw(st.integers(0, near))
+        length = draw(st.integers(1, 16))
+        kind = draw(st.sampled_from(["cut", "flip", "write", "double", "remove", "ones", "zeros"]))
+        if kind == "cut":
+            del data[begin:]
+        elif kind == "flip":
+            data[begin] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "write":
+            data[begin : begin + length] = draw(st.binary(min_size=1, max_size=16))
+        elif kind == "double":
+            data[begin:begin] = data[begin : begin + length]
+        elif kind == "remove":
+            del data[begin : begin + length]
+        else:
+            data[begin : begin + length] = (b"\xff" if kind == "ones" else b"\0") * length
+    return bytes(data)
 
 
 MAX_PIXELS = Recipe().data.max_pixels
@@ -176,14 +230,9 @@ def read_all(root: Path) -> str | None:
 
 
 def tar_of(folder: Path) -> bytes:
-    path = folder / "x.tar"
-    with tarfile.open(path, "w") as archive:
-        for number, (form, data) in enumerate(IMAGES.items()):
-            for ending, content in ((form[-4:].strip().lower(), data), ("cls", b"%d" % (number % 2))):
-                info = tarfile.TarInfo(f"a/{number}.{ending}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-    return path.read_bytes()
+    images = ((form[-4:].strip().lower(), data) for form, data in IMAGES.items())
+    files = ({f"a/{i}.{ending}": data, f"a/{i}.cls": b"%d" % (i % 2)} for i, (ending, data) in enumerate(images))
+    return tar(folder / "x.tar", *files).read_bytes()
 
 
 ROOTS = [
@@ -330,12 +379,9 @@ HAND_MADE = {
     "UTF-16": "length: 5 steps".encode("utf-16"),
     "ELF": b"\x7fELF" + bytes(range(256)) * 8,
     "20,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(20_000)),
-    "a flow list 100,000 deep": b"[" * 100_000,
     "a flow mapping 20,000 deep": b"{a: " * 20_000,
     "a number of 5,000 digits": b"seed: " + b"9" * 5_000,
     "a number of 5,000 digits in JSON": b'{"train_batch_size": ' + b"9" * 5_000 + b"}",
-    "1 MB in one string": b'{"bf16": "' + b"x" * 1_000_000 + b'"}',
-    "a JSON object 100,000 deep": b'{"a":' * 100_000,
     "closed JSON objects 900 deep": b'{"a":' * 900 + b"1" + b"}" * 900,
     "5,000 times the same key": b"{" + b'"bf16": 1,' * 5_000 + b"}",
     "anchors that multiply": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
@@ -361,10 +407,11 @@ def test_strange_paths(folder, flag, first):
             command("train", "--data.root", "x", flag, f"{word}.yaml")
 
 
-@pytest.mark.parametrize(
-    "path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300 + ".yaml", "/dev/full"]
-)
-def test_paths_that_are_no_files(folder, path):
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300 + ".yaml", "pipe"])
+def test_paths_that_are_no_files(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    assert raised_by(lambda: read_hostfile(path), ConfigError)
     for flag in ("--config", "--ds_config"):
         assert command("train", "--data.root", "x", flag, path)[0] == 2
 
@@ -394,72 +441,42 @@ def test_broken_hostfiles(tmp_path_factory, text):
     raised_by(work, ConfigError)
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300, "pipe"])
-def test_hostfiles_that_are_no_files(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")
-    assert raised_by(lambda: read_hostfile(path), ConfigError)
-
-
 @pytest.fixture
 def run(trained, tmp_path):
     return Path(shutil.copytree(trained / "run", tmp_path / "run"))
 
 
-@examples(12)
-@given(data=st.data())
-def test_broken_teachers(run, data):
-    path = run / "teacher.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(data.draw(broken_bytes(whole)))
-    raised_by(lambda: dino_ds.load(run), CheckpointError)
-    path.write_bytes(whole)
+@pytest.mark.parametrize("names", ["teacher.safetensors", "teacher.json", "checkpoints/step_00000001/[mw]*"])
+def test_broken_weights(run, names):
+    """What is broken in a checkpoint, where the heads lie, is named, and never used."""
+
+    @examples(12)
+    @given(data=st.data())
+    def check(data):
+        path = data.draw(st.sampled_from(sorted(run.glob(names))))
+        whole = path.read_bytes()
+        broken = data.draw(broken_text(whole.decode()) if names == "teacher.json" else broken_bytes(whole))
+        broken = broken if isinstance(broken, bytes) else broken.encode("utf-8", "surrogatepass")
+        path.write_bytes(broken)
+        message = raised_by(lambda: dino_ds.load(run), CheckpointError)
+        path.write_bytes(whole)
+        assert "teacher" in names or (message is None) == (broken == whole)
+
+    check()
 
 
-@examples(12)
-@given(data=st.data())
-def test_broken_heads(run, data):
-    """They lie in the checkpoint: what is broken in it is named, and never used."""
-    path = data.draw(st.sampled_from(sorted((run / "checkpoints/step_00000001").glob("[mw]*"))))
-    whole = path.read_bytes()
-    broken = data.draw(broken_bytes(whole))
-    path.write_bytes(broken)
-    message = raised_by(lambda: dino_ds.load(run), CheckpointError)
-    path.write_bytes(whole)
-    assert (message is None) == (broken == whole)
-
-
-@examples(12)
-@given(data=st.data())
-def test_broken_descriptions(run, data):
-    path = run / "teacher.json"
-    whole = path.read_text()
-    path.write_bytes(data.draw(broken_text(whole)).encode("utf-8", "surrogatepass"))
-    raised_by(lambda: dino_ds.load(run), CheckpointError)
-    path.write_text(whole)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"architecture": {"depth": 10**9}},
-        {"architecture": {"heads": 0}},
-        {"architecture": {"heads": "2"}},
-        {"architecture": {"mlp_ratio": 1e30}},
-        {"timm_arguments": {"img_size": 10**9}},
-        {"timm_arguments": {"img_size": "__import__('os').system('touch canary')"}},
-        {"architecture": 5},
-        {"pos_embed_interpolation": "../x"},
-    ],
-    ids=lambda change: json.dumps(change)[:40],
-)
-def test_descriptions_of_other_networks_are_refused(run, change):
-    path = run / "teacher.json"
-    whole = path.read_text()
+def test_descriptions_of_other_networks_are_refused(run):
     body = read_sidecar(run / "teacher.safetensors")
-    for key, value in change.items():
-        body[key] = {**body[key], **value} if isinstance(value, dict) else value
-    path.write_text(json.dumps(body))
-    message = raised_by(lambda: dino_ds.load(run), CheckpointError)
-    path.write_text(whole)
-    assert message
+    for key, value in (
+        ("architecture", {"depth": 10**9}),
+        ("architecture", {"heads": 0}),
+        ("architecture", {"heads": "2"}),
+        ("architecture", {"mlp_ratio": 1e30}),
+        ("timm_arguments", {"img_size": 10**9}),
+        ("timm_arguments", {"img_size": "__import__('os').system('touch canary')"}),
+        ("architecture", 5),
+        ("pos_embed_interpolation", "../x"),
+    ):
+        changed = {**body[key], **value} if isinstance(value, dict) else value
+        (run / "teacher.json").write_text(json.dumps(body | {key: changed}))
+        assert raised_by(lambda: dino_ds.load(run), CheckpointError), value

@@ -15,7 +15,7 @@ import dino_ds
 from dino_ds.basics import own_code
 from dino_ds.method.specs.own import own_teachers, own_terms
 from dino_ds.models.specs.foreign import facts_of
-from tests.hostile.test_run_folders import _command
+from tests.hostile.guard import run_command
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, train_tiny
 from tests.run.own_parts import OWN
@@ -110,12 +110,12 @@ def place(made, tmp_path, monkeypatch):
 def test_only_what_is_typed_is_imported(place, command):
     words = COMMANDS[command].split()
     with mock.patch("dino_ds.train.train") as train:
-        code, lines = _command(words)
+        code, lines = run_command(words)
         assert not (place / "imported").exists() and "mine" not in sys.modules and not (code and train.called)
         refused = [line for line in lines if "names the class mine:" in line and "--allow_code mine:" in line]
         assert bool(code) == bool(refused), lines
         if code:
-            assert _command([*words, "--allow_code", NAMES])[0] == 0
+            assert run_command([*words, "--allow_code", NAMES])[0] == 0
             assert train.called or (place / "imported").exists()
 
 
@@ -144,6 +144,6 @@ def test_a_class_where_none_is_named_is_not_imported(place, file):
     (place / ("hub" if "hub" in command else "run") / file.strip()).write_text(f"{text}\n")
     (place / "hub/teacher.safetensors").rename(place / "hub/model.safetensors")
     with mock.patch("dino_ds.train.train"):
-        code, lines = _command(command.split())
+        code, lines = run_command(command.split())
     assert code in (0, 2, 3) and not any("Traceback" in line for line in lines)
     assert not (place / "imported").exists() and "mine" not in sys.modules

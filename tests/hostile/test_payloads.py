@@ -24,6 +24,7 @@ import dino_ds
 from dino_ds.data.sources import build_source
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from tests.checkpoint.small_run import SmallRun, is_that_of
+from tests.data.files import tar
 from tests.hostile.conftest import CHANGES, NUMEL
 from tests.hostile.guard import command, put_with_good_sums, raised_by, seal
 from tests.hostile.test_fuzz import IMAGES, read_all
@@ -157,42 +158,26 @@ def test_a_source_class_named_by_a_checkpoint_is_not_imported(canary, trained):
     assert "evil:Source" in _resume(trained, run)
 
 
-def _tar(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=form) as archive:
-        for info, data in members:
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data) if data else None)
-    return path
-
-
-def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", mode: int = 0o644) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.mode = kind, target, mode
-    return info
-
-
 MEMBERS = {
-    "parent folders": [(_member("../../canary.png"), IMAGES["PNG"])],
-    "absolute": [(_member("/tmp/dino_ds_canary.png"), IMAGES["PNG"])],
-    "backslashes": [(_member("..\\..\\canary.png"), IMAGES["PNG"])],
-    "a link, then a file through it": [
-        (_member("a", tarfile.SYMTYPE, "../.."), b""), (_member("a/canary.png"), IMAGES["PNG"])],
-    "a link with an image's name": [(_member("x.png", tarfile.SYMTYPE, "/etc/passwd"), b"")],
-    "a hard link": [(_member("x.png", tarfile.LNKTYPE, "/etc/passwd"), b"")],
-    "a pipe": [(_member("x.png", tarfile.FIFOTYPE), b"")],
-    "a shell's words": [(_member("$(touch canary).png"), IMAGES["PNG"]), (_member("`id`.png"), IMAGES["PNG"])],
-    "a pickle": [(_member("x.png"), pickle.dumps(RUN)), (_member("x.cls"), pickle.dumps(RUN))],
-    "control characters": [(_member("\x1b]0;x\x07\n.png"), IMAGES["PNG"])],
-    "a name of 5,000 characters": [(_member("x" * 5000 + ".png"), IMAGES["PNG"])],
-    "1,000 folders": [(_member("a/" * 1000 + "x.png"), IMAGES["PNG"])],
-}  # fmt: skip
+    "parent folders": [("../../canary.png", 1)],
+    "absolute": [("/tmp/dino_ds_canary.png", 1)],
+    "backslashes": [("..\\..\\canary.png", 1)],
+    "a link, then a file through it": [("a", tarfile.SYMTYPE, "../.."), ("a/canary.png", 1)],
+    "a link with an image's name": [("x.png", tarfile.SYMTYPE, "/etc/passwd")],
+    "a hard link": [("x.png", tarfile.LNKTYPE, "/etc/passwd")],
+    "a pipe": [("x.png", tarfile.FIFOTYPE, "")],
+    "a shell's words": [("$(touch canary).png", 1), ("`id`.png", 1)],
+    "a pickle": [("x.png", pickle.dumps(RUN)), ("x.cls", pickle.dumps(RUN))],
+    "control characters": [("\x1b]0;x\x07\n.png", 1)],
+    "a name of 5,000 characters": [("x" * 5000 + ".png", 1)],
+    "1,000 folders": [("a/" * 1000 + "x.png", 1)],
+}
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
 def test_tar_members(canary, kind):
     """Read in place: nothing is taken out."""
-    path = _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]), *MEMBERS[kind])
-    assert read_all(path) is None
+    assert read_all(tar(canary / "x.tar", ("good.png", 1), *MEMBERS[kind])) is None
     assert not Path("/tmp/dino_ds_canary.png").exists()
 
 
@@ -219,12 +204,10 @@ def test_a_parquet_column_that_is_unpickled_by_name(canary):
 def test_data_sets_that_are_pickles_are_read_only_with_their_known_sum(canary, dataset):
     from torchvision import datasets
 
-    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[dataset]
-    folder = canary / kind.base_folder
-    folder.mkdir()
-    for name, _ in [*kind.train_list, *kind.test_list]:
-        (folder / name).write_bytes(_pickled())
-    (folder / kind.meta["filename"]).write_bytes(_pickled())
+    kind = getattr(datasets, dataset.upper())
+    (canary / kind.base_folder).mkdir()
+    for name in (*dict([*kind.train_list, *kind.test_list]), kind.meta["filename"]):
+        (canary / kind.base_folder / name).write_bytes(_pickled())
     assert raised_by(lambda: build_source(dataset, str(canary), "train", False), DataError)
     assert raised_by(lambda: build_source(dataset, str(canary), "test", False), DataError)
 

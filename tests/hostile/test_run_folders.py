@@ -4,7 +4,6 @@ command that reads them says so in a line, or gives what it gives of the whole f
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import os
 import shutil
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.cli import main as cli
 from tests.hostile.conftest import CHANGES
+from tests.hostile.guard import run_command
 from tests.run.harness import image_folder, losses_of, train_alone
 from tests.sample import sampled
 
@@ -85,21 +84,10 @@ READERS = {
 }
 
 
-def _command(words: list[object]) -> tuple[int, list[str]]:
-    """The exit code and the lines on stderr of `dino-ds WORDS`."""
-    errors = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        try:
-            cli.main([str(word) for word in words])
-        except SystemExit as end:
-            return int(end.code or 0), errors.getvalue().splitlines()
-    return 0, errors.getvalue().splitlines()
-
-
 @pytest.mark.parametrize(("reader", "file", "damage"), sampled(itertools.product(READERS, FILES, DAMAGES)))
 def test_what_reads_a_damaged_run_says_so_or_works(place, reader, file, damage):
     DAMAGES[damage](place / "run" / file, place / "other" / file)
-    code, lines = _command(READERS[reader](place))
+    code, lines = run_command(READERS[reader](place))
     assert code in (0, 2, 3), lines
     assert not any("Traceback" in line for line in lines)
     if code:

@@ -16,11 +16,10 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.remote_request import _driver_of
 from dino_ds.data.root import open_files
 from dino_ds.errors import UserError
-from tests.data.files import png, read
+from tests.data.files import png, read, tar
 from tests.data.servers import HOSTILE, serving
 from tests.data.test_changed_files import WRITERS
 from tests.data.test_remote import write_index
-from tests.data.test_shards import pack
 from tests.hostile.guard import command, raised_by
 from tests.sample import sampled
 
@@ -36,7 +35,7 @@ def server(tmp_path, monkeypatch):
     for name in ("_OPEN_SECONDS", "_READ_SECONDS", "_LIST_SECONDS"):
         monkeypatch.setattr(f"dino_ds.data.remote.{name}", 3.0)
     for folder in ("set", "bare"):
-        pack(tmp_path / folder / "0.tar", {"0.png": png(0), "0.cls": b"0", "1.png": png(1), "1.cls": b"1"})
+        tar(tmp_path / folder / "0.tar", {"0.png": png(0), "0.cls": b"0", "1.png": png(1), "1.cls": b"1"})
     write_index(tmp_path / "set")
     (tmp_path / "set/classes.txt").write_text("cat\ndog\n")
     WRITERS["0.parquet"](tmp_path / "0.parquet", {"0": png(0)})
@@ -103,8 +102,7 @@ def test_a_compressed_tar_is_refused_by_its_first_bytes(server, kind):
 WRONG = [512.5, -1, 2**63, 10**30, float("nan"), float("inf"), True, None, "1", [1], {}]
 
 
-@pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("place", ["bytes", "end", 1, 2, 3])
+@pytest.mark.parametrize(("place", "value"), sampled(itertools.product(["bytes", "end", 1, 2, 3], WRONG)))
 def test_numbers_of_an_index_that_are_none(server, place, value):
     index = server.folder / "set/index.jsonl"
     shard = json.loads(index.read_text())
@@ -140,20 +138,18 @@ def test_every_status_of_every_object_is_answered_in_a_line(server, what, status
 @pytest.mark.parametrize("name", ["brackets[1].tar", "a{b,c}.tar", "a{0..1}.tar", "star*.tar", "[a].tar/0.tar"])
 def test_a_name_that_looks_like_a_pattern_is_that_file(server, name):
     folder = server.folder / "odd"
-    pack(folder / name, {"0.png": png(7)})
+    tar(folder / name, {"0.png": png(7)})
     for other in ("brackets1.tar", "ab.tar", "a0.tar", "a1.tar", "start.tar"):
-        pack(folder / other, {"0.png": png(9)})
+        tar(folder / other, {"0.png": png(9)})
     for root in (f"{folder}/{name}", f"{server.url}/odd/{name}"):
         assert open_files(root).read(0) == png(7)
-    for root in (pack(folder / "fold[1]/0.tar", {"0.png": png(8)}).parent, f"{server.url}/odd/fold[1]"):
+    for root in (tar(folder / "fold[1]/0.tar", {"0.png": png(8)}).parent, f"{server.url}/odd/fold[1]"):
         assert open_files(str(root)).read(0) == png(8)
     if "{" not in name:
         assert len(open_files(f"{server.url}/{{bare/0,odd/{name.removesuffix('.tar')}}}.tar")) == 3
 
 
-@pytest.mark.parametrize(
-    "line", ["ftp://x/y.png", "file:///x/y.png", "S3://b/y.png", "hdfs://x/y.png", "gopher://y.png"]
-)
+@pytest.mark.parametrize("line", ["ftp://x/y.png", "file:///x/y.png", "S3://b/y.png"])
 def test_a_scheme_that_nothing_reads_is_refused_at_the_start(tmp_path, line):
     (tmp_path / "list.txt").write_text(f"a.png\n{line}\n")
     (tmp_path / "a.png").write_bytes(png(1))
