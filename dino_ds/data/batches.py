@@ -296,8 +296,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         if self._elsewhere:
             # Announce the images of this batch and of this process's next one, except those in the cache.
             cache, patience = self._options.cache, self._options.patience
-            indices = (index % len(self._source) for index in (*(i for _, i in keys), *getattr(keys, "later", ())))
-            missing = [index for index in indices if cache is None or cache.get(index) is None]
+            announced = [index % len(self._source) for index in (*(i for _, i in keys), *getattr(keys, "later", ()))]
+            missing = [index for index in announced if cache is None or cache.get(index) is None]
             prepare_images(self._source, missing, patience and _PATIENCE_SHARE * patience)
         multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
         crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}

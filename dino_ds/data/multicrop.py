@@ -228,8 +228,8 @@ def cut_crops(
         across, down = array.shape[1] / image.width, array.shape[0] / image.height
         boxes = [shrunk_box(box, across, down) for box in boxes]
     with loading_range(CROP):
-        for parameters, box, size, output in zip(sampled, boxes, sizes, outputs or [None] * len(boxes), strict=True):
-            crop = resize_crop(array, box, size, output)
+        for i, (parameters, box, size) in enumerate(zip(sampled, boxes, sizes, strict=True)):
+            crop = resize_crop(array, box, size, None if outputs is None else outputs[i])
             crops.append(crop.copy_(torch.rot90(crop, parameters.turns)) if parameters.turns else crop)
     return crops
 
