@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
@@ -38,28 +39,20 @@ from dino_ds.engine.distributed import local_world_size, usable_cores
 from dino_ds.errors import STOP_SIGNALS, DataError
 
 _SHARED_MEMORY = "/dev/shm"
-_REPORT_SECONDS = 5
-"""Time within which the exit of a process is known after its pipe broke."""
 _HINTS = {
     "SIGKILL": ". Most often memory has run out: lower data.workers or the micro-batch",
     "SIGBUS": ". Shared memory has run out: start the container with a larger --shm-size",
     "SIGSEGV": ". A decoder crashed on a damaged image",
 }
-_Opened = EncodedImage | DecodedImage | CachedImage
-_CPU = torch.device("cpu")
 _PATIENCE_SHARE = 0.8
 """Share of `LoaderOptions.patience` within which a remote image must arrive."""
 _DRAWS = -4
 """Reserved negative image index that seeds the global generators, from which a user's source may draw."""
-_MAX_TRIES = 100
-"""Unreadable images in a row after which DataError is raised."""
 
 
 def automatic_workers(ranks: int | None = None) -> int:
-    """Number of workers of each of a node's `ranks`: its share of the cores, less one for its training; at most 16.
-
-    The default is the number of ranks that run on this node.
-    """
+    """Number of workers of each of a node's `ranks`, by default those of this node: its share of the cores, less one
+    for its training; at most 16."""
     return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, MAX_WORKERS))
 
 
@@ -104,7 +97,7 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
 def handle_worker_crash(batches: object) -> str | None:
     """If a process of a torch DataLoader's iterator has died, kill all; returns which one died and why, or None."""
     workers = list(getattr(batches, "_workers", []))
-    wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
+    wait([worker.sentinel for worker in workers], timeout=5)  # the exit is known a little after the pipe broke
     dead = next((worker for worker in workers if worker.exitcode is not None), None)
     if dead is None:
         return None
@@ -136,27 +129,24 @@ def stop_workers(batches: object) -> None:
 @contextmanager
 def started(loader: DataLoader[Any], source: Source) -> Iterator[Iterator[Any]]:
     """Iterator over a torch DataLoader of this source's images, whose processes end with the block."""
-    with main_module_left_out(unless_defines=source):
-        batches = iter(loader)
+    batches = start_workers(loader, source)
     try:
         yield batches
     finally:
         stop_workers(batches)
 
 
-@contextmanager
-def main_module_left_out(unless_defines: Source) -> Iterator[None]:
-    """Keep new processes from importing the parent's main script, and with it DeepSpeed, unless the source is defined
-    there."""
+def start_workers(loader: DataLoader[Any], source: Source) -> Iterator[Any]:
+    """Iterator over a torch DataLoader, whose processes do not import the parent's main script, and with it DeepSpeed,
+    unless the source is defined there."""
     main = sys.modules["__main__"]
     spec, file = main.__spec__, getattr(main, "__file__", None)
-    defined = getattr(unless_defines, "whole", unless_defines)  # the whole source of a `Part`
-    if type(defined).__module__ == "__main__" or file is None:
-        yield
-        return
+    source_class = type(getattr(source, "whole", source))  # the whole source of a `Part`
+    if source_class.__module__ == "__main__" or file is None:
+        return iter(loader)
     try:
         main.__spec__, main.__file__ = None, None
-        yield
+        return iter(loader)
     finally:
         main.__spec__, main.__file__ = spec, file
 
@@ -187,15 +177,14 @@ def _start_worker(worker: int) -> None:
     # Stop signals reach all processes; only the parent knows when the last batch is consumed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
+    def exit_with_parent() -> None:  # torch only watches the server, which waits for its workers
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
 
-def _exit_with_parent() -> None:
-    """End this worker with the training process: torch only watches the server, which waits for its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -225,7 +214,7 @@ class LoaderOptions:
     max_pixels: int | None = None
     channels: int = 3
     value_range: ValueRange | None = None
-    device: torch.device = _CPU
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shares: tuple[float, ...] = ()
     cache: ImageCache | None = None
 
@@ -233,19 +222,16 @@ class LoaderOptions:
     def of(recipe: Recipe, **changes: Any) -> LoaderOptions:
         """Options of a recipe with `changes`, such as ranks and micro-batch, which no recipe has."""
         data = recipe.data
-        options = LoaderOptions(
-            seed=recipe.seed,
-            global_batch=data.global_batch,
-            workers=data.workers,
+        options: dict[str, Any] = {
+            "seed": recipe.seed,
             # A third: a loader that hangs twice, before and after its restart, fails before the watchdog ends the run.
-            patience=recipe.hang_seconds / 3 or None,
-            augment=data.augment,
-            max_pixels=data.max_pixels,
-            channels=recipe.model.in_chans,
-            value_range=data.known_range,
-            shares=tuple(resolution.share for resolution in recipe.resolutions),
-        )
-        return replace(options, **changes)
+            "patience": recipe.hang_seconds / 3 or None,
+            "channels": recipe.model.in_chans,
+            "value_range": data.known_range,
+            "shares": tuple(resolution.share for resolution in recipe.resolutions),
+        }
+        options |= {name: getattr(data, name) for name in ("global_batch", "workers", "augment", "max_pixels")}
+        return LoaderOptions(**options | changes)
 
 
 @dataclass(frozen=True)
@@ -270,7 +256,7 @@ class LoaderBatch:
     def pin_memory(self) -> LoaderBatch:
         return self.moved(Tensor.pin_memory)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> LoaderBatch:
+    def moved(self, move: Callable[[Any], Any]) -> LoaderBatch:
         """This batch with `move` applied to every tensor."""
         params = self.params and {name: [part.moved(move) for part in parts] for name, parts in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
@@ -282,17 +268,12 @@ class LoaderBatch:
         # One tensor holds everything but the crops: the message in the pipe is then smaller than a page and written in
         # one piece, so that a loader process that is killed never leaves the reader waiting for the rest. Tensors go by
         # shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
-        masks = {name: {key: tensor.numpy() for key, tensor in mask.items()} for name, mask in self.masks.items()}
-        tensors = self.indices.numpy(), self.drop_keys.numpy(), self.normalize.numpy()
-        rest = pickle.dumps((self.params, tensors, self.epoch, self.names, self.bad, masks))
+        rest = pickle.dumps(vars(replace(self, crops={}).moved(Tensor.numpy)))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
-    params, tensors, epoch, names, bad, arrays = pickle.loads(rest.numpy().tobytes())
-    masks = {name: {key: torch.from_numpy(array) for key, array in mask.items()} for name, mask in arrays.items()}
-    indices, drop_keys, normalize = map(torch.from_numpy, tensors)
-    return LoaderBatch(crops, params, indices, drop_keys, epoch, names, bad, normalize, masks)
+    return replace(LoaderBatch(**pickle.loads(rest.numpy().tobytes())).moved(torch.as_tensor), crops=crops)
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
@@ -313,17 +294,17 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         """Build a batch; its crops are written to memory that the training process reads without another copy."""
         if self._elsewhere:
-            self._prepare([index for _, index in keys], getattr(keys, "later", ()))
+            # Announce the images of this batch and of this process's next one, except those in the cache.
+            cache, patience = self._options.cache, self._options.patience
+            announced = [index % len(self._source) for index in (*(i for _, i in keys), *getattr(keys, "later", ()))]
+            missing = [index for index in announced if cache is None or cache.get(index) is None]
+            prepare_images(self._source, missing, patience and _PATIENCE_SHARE * patience)
         multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
         crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
         slots = [slot for group in crops.values() for slot in group]
         for row, (epoch, index) in enumerate(keys):
-            outputs = [slot[row] for slot in slots]
-            cut, crop_params, name, failures = self._sample(multicrop, epoch, index, outputs)
-            for output, crop in zip(outputs, cut, strict=True):
-                if output is not crop:
-                    output.copy_(crop)
+            crop_params, name, failures = self._sample(multicrop, epoch, index, [slot[row] for slot in slots])
             sampled.append(crop_params)
             names.append(name)
             bad += failures
@@ -338,13 +319,6 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         drop_keys = sample_keys(self._options.seed, epoch, indices)
         return LoaderBatch(crops, params, indices, drop_keys, epoch, names, bad, normalize, masks)
 
-    def _prepare(self, now: Sequence[int], later: Sequence[int]) -> None:
-        """Announce the images of this batch and of this process's next one, except those in the cache."""
-        cache, patience = self._options.cache, self._options.patience
-        indices = (index % len(self._source) for index in (*now, *later))
-        missing = [index for index in indices if cache is None or cache.get(index) is None]
-        prepare_images(self._source, missing, patience and _PATIENCE_SHARE * patience)
-
     def _empty(self, count: int, images: int, size: int) -> Tensor:
         """Empty tensor for the crops of a group; in a loader process, in memory shared with the training process."""
         channels, augmented = self._options.channels, self._by_pillow
@@ -356,36 +330,39 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
     def _sample(
-        self, multicrop: MultiCrop, epoch: int, index: int, outputs: Sequence[Tensor] | None = None
-    ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
-        """Crops of one image (in `outputs` unless Pillow augments them), the parameters of their augmentation, the
-        image's name, and an error for each unreadable image tried before. An unreadable image is replaced by one that
-        (seed, epoch, index) determines, in a mixture of the same part. Raises DataError after 100 in a row."""
-        seed, bad, images = self._options.seed, list[str](), len(self._source)
+        self, multicrop: MultiCrop, epoch: int, index: int, outputs: Sequence[Tensor]
+    ) -> tuple[list[CropParameters], str, list[str]]:
+        """Write the crops of an image into `outputs`; returns the parameters of the augmentation that Pillow has not
+        done, the image's name, and an error for each unreadable image tried before. An unreadable image is replaced by
+        one that (seed, epoch, index) determines, in a mixture of the same part. Raises DataError after 100 in a row."""
+        options, bad, images = self._options, list[str](), len(self._source)
+        seed, cache = crop_seed(options.seed, epoch, index), options.cache
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
-        for attempt in range(_MAX_TRIES):
+        for attempt in range(100):
             # Not the next image: broken files often lie side by side.
-            again = crop_seed(seed, epoch, index + attempt * images)
+            again = crop_seed(options.seed, epoch, index + attempt * images)
             actual = another(index % images, again) if attempt else index % images
             if self._draws:
                 seed_generators(crop_seed(again, 0, _DRAWS))
+            open_file = partial(self._open_file, actual)
             try:
-                image = self._open(actual)
-                crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index), outputs)
-                return crops, sampled, self._source.name(actual), bad
+                image = open_file() if cache is None else CachedImage(cache, actual, open_file)
+                sampled = [] if self._by_pillow else multicrop.sample(image.width, image.height, seed)
+                if self._by_pillow:
+                    for output, crop in zip(outputs, multicrop(Image.fromarray(image.decode()), seed), strict=True):
+                        output.copy_(crop)
+                else:
+                    cut_crops(image, sampled, multicrop.sizes, outputs)
+                return sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
         raise DataError(
             f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
         )
 
-    def _open(self, index: int) -> _Opened:
-        cache = self._options.cache
-        return self._open_file(index) if cache is None else CachedImage(cache, index, lambda: self._open_file(index))
-
     def _open_file(self, index: int) -> EncodedImage | DecodedImage:
+        options = self._options
         try:
-            options = self._options
             image = open_image(self._source, index, options.max_pixels, options.value_range, options.channels)
         except (UnreadableImage, DataError, MemoryError):
             raise
@@ -397,15 +374,6 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         if image.channels != options.channels:  # checked first: looking up a name takes as long as a small crop
             check_channels(image, options.channels, self._source.name(index))
         return image
-
-    def _cut(
-        self, multicrop: MultiCrop, image: _Opened, seed: int, outputs: Sequence[Tensor] | None
-    ) -> tuple[list[Tensor], list[CropParameters]]:
-        """Crops of an image and their remaining augmentation; none remains where Pillow augments them."""
-        if self._by_pillow:
-            return multicrop(Image.fromarray(image.decode()), seed), []
-        sampled = multicrop.sample(image.width, image.height, seed)
-        return cut_crops(image, sampled, multicrop.sizes, outputs), sampled
 
     def _params(
         self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]

@@ -66,7 +66,6 @@ MAX_PIXELS = 50_000_000
 """Pixels of the largest image that is read outside of training: half a gigabyte while it is decoded."""
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
 _LITTLE = 64 * 2**20
-_REASON = 300
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
@@ -153,33 +152,36 @@ class EncodedImage:
         channels: int | None = 3,
     ) -> None:
         self._data, self._name, self._range = data, name, value_range
-        self._wanted, self._limit = channels, max_pixels
         if not data:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
             # Long texts must not cost an image.
             PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _LITTLE
-            self._open()
+            self._open(channels, max_pixels)
 
-    def _open(self) -> None:
-        image = self._image = open_file(self._data, self._wanted)
+    def _open(self, wanted: int | None, max_pixels: int | None) -> None:
+        image = self._image = open_file(self._data, wanted)
         self.mode, self.format = image.mode, image.format or ""
-        orientation: Any
+        orientation: Any = None
         if isinstance(image, Raster):
             self.deep, stored, orientation = image.deep, image.channels, image.orientation
-            _check_size(image.width, image.height, self._name, self._limit, stored)
+            _check_size(image.width, image.height, self._name, max_pixels, stored)
         else:
-            _check_size(image.width, image.height, self._name, self._limit)
+            _check_size(image.width, image.height, self._name, max_pixels)
             self.deep, stored = is_deep(image, self._data), 1 if is_gray(image) else 3
-            orientation = None
             with suppress(SyntaxError, struct.error):  # a damaged block must not cost the image
                 orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
-            if self._wanted == (with_alpha := WITH_ALPHA.get(image.mode)) and with_alpha:
+            if wanted == (with_alpha := WITH_ALPHA.get(image.mode)) and with_alpha:
                 stored = with_alpha
-        self._orient(image, orientation)
-        self._is_gray = stored == self._wanted == 1
-        self.channels = 3 if stored == 1 and self._wanted != 1 else stored
+        self._is_gray = stored == wanted == 1
+        self.channels = 3 if stored == 1 and wanted != 1 else stored
+        # The upright size, and the transform of decoded pixels, so that they are turned once, by us or Pillow.
+        (width, height), self._upright = image.size, _EXIF_TRANSFORMS.get(orientation)
+        is_on_its_side = self._upright is not None and orientation >= 5
+        if isinstance(image, TiffImageFile):  # Pillow turns these; `size` may be from before or after that
+            width, height, self._upright = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT], None
+        self.width, self.height = (height, width) if is_on_its_side else (width, height)
 
     @property
     def is_raster(self) -> bool:
@@ -190,14 +192,6 @@ class EncodedImage:
     def pages(self) -> int:
         """Pages that may be channels or slices, as `Raster.pages`."""
         return self._image.pages if isinstance(self._image, Raster) else 1
-
-    def _orient(self, image: Raster | ImageFile.ImageFile, orientation: Any) -> None:
-        """Sets the upright size and the transform of decoded pixels, so that they are turned once, by us or Pillow."""
-        (width, height), turn = image.size, _EXIF_TRANSFORMS.get(orientation)
-        self._upright = turn
-        if isinstance(image, TiffImageFile):  # Pillow turns these; `size` may be from before or after that
-            width, height, self._upright = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT], None
-        self.width, self.height = (height, width) if turn and orientation >= 5 else (width, height)
 
     def decode(self, shrink: int = 1) -> np.ndarray:
         """Pixels (h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also from 8 bits.
@@ -226,9 +220,10 @@ class EncodedImage:
         if self.deep:
             return deep_values(image, self._data, self.channels)
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_gray else "RGB")
-            if array is not None:
-                return array
+            colors = "GRAY" if self._is_gray else "RGB"
+            width, height = (-(-side // shrink) for side in image.size)  # as Pillow's: both are libjpeg-turbo
+            with suppress(ValueError):  # a file with any fault is left to Pillow
+                return simplejpeg.decode_jpeg(self._data, colors, min_width=width, min_height=height, min_factor=shrink)
         if self.channels == WITH_ALPHA.get(image.mode):
             return np.array(image)
         return np.array(image.convert("L") if self._is_gray else to_rgb(image))
@@ -247,15 +242,13 @@ class EncodedImage:
             raise UnreadableImage(self._name, "too large for the memory") from None
         except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files
             reason = str(error).partition("\n")[0]  # the other lines may quote the pixels
-            raise UnreadableImage(self._name, one_line(reason or type(error).__name__, _REASON)) from error
+            raise UnreadableImage(self._name, one_line(reason or type(error).__name__, 300)) from error
 
 
 class DecodedImage:
     """Pixels (h, w) or (h, w, c) of a source that has no files, with the interface of EncodedImage."""
 
-    def __init__(
-        self, array: np.ndarray, name: str, max_pixels: int | None, value_range: ValueRange | None = None
-    ) -> None:
+    def __init__(self, array: np.ndarray, name: str, max_pixels: int | None, value_range: ValueRange | None) -> None:
         self.height, self.width = array.shape[:2]
         _check_size(self.width, self.height, name, max_pixels)
         self._array, self._name, self._range = array.reshape(self.height, self.width, -1), name, value_range
@@ -277,17 +270,6 @@ def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile
 
 def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
     return values if value_range is None and values.dtype == np.uint8 else to_unit(values, value_range, name)
-
-
-def _decode_jpeg(data: bytes, width: int, height: int, shrink: int, colors: str) -> np.ndarray | None:
-    """Pixels (height / shrink, width / shrink, 3 of RGB or 1 of GRAY) of uint8, sizes rounded up, as Pillow's: both are
-    libjpeg-turbo. None for a file with any fault, which is left to Pillow."""
-    try:
-        return simplejpeg.decode_jpeg(
-            data, colors, min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
-        )
-    except ValueError:
-        return None
 
 
 def _check_size(width: int, height: int, name: str, max_pixels: int | None, channels: int = 3) -> None:

@@ -9,7 +9,7 @@ import platform
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +24,6 @@ _USED, _FULL, _FIRST = 0, 1, 2
 _HEADER = 5
 """int32 numbers before the pixels: height, width, channels, bytes per value, whether a decoder may shrink the file."""
 _ALIGNED = 64
-
-
-class _Address(NamedTuple):
-    """Address of a cache for other processes of this machine; the inode tells it from an unrelated file."""
-
-    pid: int
-    fd: int
-    inode: int
 
 
 class ImageCache:
@@ -56,14 +48,16 @@ class ImageCache:
         return cache
 
     @property
-    def address(self) -> _Address:
-        return _Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
+    def address(self) -> tuple[int, int, int]:
+        """Process, descriptor and inode, for other processes of this machine."""
+        return os.getpid(), self._fd, os.fstat(self._fd).st_ino
 
     @staticmethod
-    def attach(address: _Address, images: int) -> ImageCache:
+    def attach(address: tuple[int, int, int], images: int) -> ImageCache:
         """The cache of another process of this user on this machine. Raises OSError."""
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
-        if os.fstat(fd).st_ino != address.inode:
+        pid, number, inode = address
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        if os.fstat(fd).st_ino != inode:
             os.close(fd)
             raise OSError(0, "another process has this number here")
         return ImageCache(fd, images)
@@ -85,25 +79,20 @@ class ImageCache:
 
     def put(self, index: int, pixels: np.ndarray, shrinks: bool) -> None:
         """Keep pixels (h, w, c) of uint8 or float32, if there is room."""
-        if not (offset := self._reserve(_aligned(pixels.nbytes) + _ALIGNED)):
-            return
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)  # the kernel drops a dead process's lock
+        try:
+            offset = int(self._table[_USED])
+            end = offset + _ALIGNED + _aligned(pixels.nbytes)
+            if end > len(self._memory):
+                self._table[_FULL] = self._table[_FULL] or 1
+                return
+            self._table[_USED] = end
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
         header = [*pixels.shape, pixels.itemsize, shrinks]
         np.frombuffer(self._memory, np.int32, _HEADER, offset)[:] = header
         np.frombuffer(self._memory, pixels.dtype, pixels.size, offset + _ALIGNED)[:] = pixels.reshape(-1)
         self._table[_FIRST + index] = offset  # last: now others may read it
-
-    def _reserve(self, size: int) -> int:
-        """Reserve `size` bytes and return their offset, 0 without room. The kernel drops a dead process's lock."""
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            offset = int(self._table[_USED])
-            if offset + size > len(self._memory):
-                self._table[_FULL] = self._table[_FULL] or 1
-                return 0
-            self._table[_USED] = offset + size
-            return offset
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def take_note(self) -> str | None:
         """A line for the user once an image has had no room, returned once and to one process only; else None."""

@@ -41,8 +41,6 @@ _SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
 _WHITE = 65535
 WITH_ALPHA = {"RGBA": 4, "LA": 2, "RGBa": 4, "La": 2}
 """Modes whose last channel is alpha, and their numbers of channels."""
-_FEW_ALPHAS = 16
-"""An alpha channel with at most this number of distinct partial values is transparency for sure."""
 _STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 """Modes of in-memory images whose channels may be wanted unchanged, and their numbers of channels."""
 _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
@@ -107,13 +105,8 @@ def is_remote(source: Source) -> bool:
 
 
 def prepare_images(source: Source, indices: Sequence[int], seconds: float | None = None) -> None:
-    """Tell a source which images are read next, so that it fetches remote ones together.
-
-    Args:
-        source: any source; a local one ignores the call.
-        indices: images that are read next.
-        seconds: time after which an image that has not arrived counts as lost.
-    """
+    """Tell a source which images are read next, so that it fetches remote ones together. seconds: time after which an
+    image that has not arrived counts as lost."""
     if is_remote(source):
         source.prepare(indices, seconds)  # type: ignore[attr-defined]
 
@@ -178,7 +171,10 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
         return max(bits if isinstance(bits, tuple) else (bits,)) > 8
     if image.format == "PPM":
         return any(isinstance(tile.args, tuple) and int(tile.args[1]) > 255 for tile in image.tile)
-    return image.format == "JPEG2000" and _jpeg2000_bits(data) > 8
+    if image.format != "JPEG2000":
+        return False
+    start = data.find(b"\xff\x4f\xff\x51")  # the codestream, whose header has the bits of the first channel, less one
+    return 0 <= start < len(data) - 42 and data[start + 42] & 0x7F >= 8
 
 
 def reads_all_bits(image: ImageFile.ImageFile) -> bool:
@@ -228,7 +224,15 @@ def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3
     data: the image's file, needed for RGB. Raises ValueError for values that can't be read without loss.
     """
     if image.mode[0] in "IF":
-        _mend_byte_order(image)
+        if isinstance(
+            image, ImageFile.ImageFile
+        ):  # libtiff returns the machine's byte order, Pillow may assume the file's
+            image.tile = [
+                _with_raw_mode(tile, mode.replace("BS", "S").replace("BF", "F"))
+                if tile.codec_name == "libtiff"
+                else tile
+                for tile, mode in zip(image.tile, _raw_modes(image), strict=True)
+            ]
         # Pillow scales deeper PGMs, whose header has the value of white, to 16 bits.
         is_short = image.mode[0] == "I" and (image.mode != "I" or image.format == "PPM")
         gray = np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
@@ -245,10 +249,10 @@ def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3
 
 
 def _check_alpha(alpha: np.ndarray, white: int) -> None:
-    """Raises ValueError for an alpha channel of mostly partial, varied values: it may be an infrared band."""
+    """Raises ValueError for an alpha channel of mostly partial values, over 16 distinct: it may be an infrared band."""
     counts = np.bincount(alpha.reshape(-1), minlength=white + 1)
     between = counts[1:white]
-    if between.sum() > counts[white] and np.count_nonzero(between) > _FEW_ALPHAS:
+    if between.sum() > counts[white] and np.count_nonzero(between) > 16:
         raise ValueError(
             "its last channel is called alpha and varies like an image's: take all channels (--model.in_chans 4 for "
             "RGB and one more), or write the file without it"
@@ -302,15 +306,6 @@ def extremes(values: np.ndarray, name: str) -> ValueRange:
     return low, high
 
 
-def _mend_byte_order(image: Image.Image) -> None:
-    """Correct Pillow's byte order of a compressed TIFF: libtiff returns the machine's, Pillow may assume the file's."""
-    if isinstance(image, ImageFile.ImageFile):
-        image.tile = [
-            _with_raw_mode(tile, mode.replace("BS", "S").replace("BF", "F")) if tile.codec_name == "libtiff" else tile
-            for tile, mode in zip(image.tile, _raw_modes(image), strict=True)
-        ]
-
-
 def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
     """Values (h, w, 3 or 4) of uint16 from two decodings: Pillow keeps the high byte of each value, and if told the
     other byte order, the low byte. None for other modes than `_BOTH_BYTES`."""
@@ -330,9 +325,3 @@ def _raw_modes(image: ImageFile.ImageFile) -> list[str]:
 
 def _with_raw_mode(tile: ImageFile._Tile, mode: str) -> ImageFile._Tile:
     return tile._replace(args=(mode, *tile.args[1:]) if isinstance(tile.args, tuple) else mode)
-
-
-def _jpeg2000_bits(data: bytes) -> int:
-    """Bits of a JPEG 2000's first channel, from the codestream's header."""
-    start = data.find(b"\xff\x4f\xff\x51")
-    return (data[start + 42] & 0x7F) + 1 if 0 <= start < len(data) - 42 else 8

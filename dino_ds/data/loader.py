@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import accumulate, islice
 
 import torch
@@ -32,7 +31,7 @@ from dino_ds.data.batches import (
     handle_worker_crash,
     handle_worker_hang,
     kill_workers,
-    main_module_left_out,
+    start_workers,
     stop_workers,
     worker_options,
 )
@@ -48,7 +47,7 @@ _POLL_SECONDS = 0.001
 """Time that a finished batch may take to come out of its queue when `next_if_ready` polls it."""
 
 
-class DevicePrefetcher:
+class DevicePrefetcher(Iterator[Batch]):
     """Endless iterator of Batch over a loader. Raises the loader's errors.
 
     On a GPU, `prefetch` is called once a step's backward pass is launched; it copies and augments the next crops on a
@@ -59,9 +58,6 @@ class DevicePrefetcher:
         self._loader, self._device = loader, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: Batch | DataError | None = None
-
-    def __iter__(self) -> DevicePrefetcher:
-        return self
 
     def __next__(self) -> Batch:
         if self._stream is None:
@@ -99,7 +95,7 @@ class DevicePrefetcher:
         self._loader.close()
 
     def _to_device(self, batch: LoaderBatch) -> Batch:
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        with torch.cuda.stream(self._stream):  # nothing for None
             return to_device(batch, self._device)
 
 
@@ -144,29 +140,22 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     def advance(self) -> None:
         """Count one batch as used: an iterator that begins later continues after it."""
-        position = self._first()
-        self._begun = self._after(self._begun[0], self._resolution(*self._begun, position))
-        self._start = position.advance(self._chunk, self._per_epoch)
+        self._start, self._begun = self._after(self.position, self._begun)
 
     @property
-    def where(self) -> str:
-        """Human-readable position of the next batch."""
-        position = self._first()
-        return f"epoch {position.epoch}, image {position.samples}"
-
-    def _first(self) -> Position:
+    def position(self) -> Position:
+        """Position of the next batch."""
         start = self._start
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
-    def _resolution(self, batches: int, resolution: int, position: Position) -> int:
-        """Resolution of the batch at `position`, after `batches` batches of its step; the first batch draws it."""
-        options = self._options
-        if batches:
-            return resolution
-        return draw_resolution(options.shares, options.seed, position.epoch, position.samples // options.global_batch)
-
-    def _after(self, batches: int, resolution: int) -> tuple[int, int]:
-        return (batches + 1) % (self._options.global_batch // self._chunk), resolution
+    def _after(self, position: Position, begun: tuple[int, int]) -> tuple[Position, tuple[int, int]]:
+        """Position and `_begun` after the batch at `position`; the first batch of a step draws its resolution."""
+        options, (batches, resolution) = self._options, begun
+        if not batches:
+            step = position.samples // options.global_batch
+            resolution = draw_resolution(options.shares, options.seed, position.epoch, step)
+        begun = (batches + 1) % (options.global_batch // self._chunk), resolution
+        return position.advance(self._chunk, self._per_epoch), begun
 
     def _order(self, epoch: int) -> Tensor:
         """The images of an epoch in their order, (images,) int64, the same on all ranks."""
@@ -187,20 +176,19 @@ class ResumableSampler(Sampler[BatchKeys]):
             yield keys
 
     def _batches(self) -> Iterator[BatchKeys]:
-        position, permuted, order = self._first(), -1, torch.empty(0)
-        micro, begun = self._options.micro_batch, self._begun
+        position, begun, permuted, order = self.position, self._begun, -1, torch.empty(0)
+        micro = self._options.micro_batch
         while True:
-            if position.epoch != permuted:
-                order, permuted = self._order(position.epoch), position.epoch
-            first = position.samples + self._options.rank * micro
-            keys = BatchKeys((position.epoch, index) for index in order[first : first + micro].tolist())
-            keys.resolution = self._resolution(*begun, position)
+            epoch, first = position.epoch, position.samples + self._options.rank * micro
+            if epoch != permuted:
+                order, permuted = self._order(epoch), epoch
+            keys = BatchKeys((epoch, index) for index in order[first : first + micro].tolist())
+            position, begun = self._after(position, begun)
+            keys.resolution = begun[1]
             yield keys
-            begun = self._after(begun[0], keys.resolution)
-            position = position.advance(self._chunk, self._per_epoch)
 
 
-class Loader:
+class Loader(Iterator[LoaderBatch]):
     """Endless iterator of this rank's LoaderBatches from `start` on.
 
     If a loader process dies, or none returns a batch for `options.patience` seconds, all are restarted at the same
@@ -221,13 +209,9 @@ class Loader:
         loader: DataLoader[LoaderBatch | DataError] = DataLoader(
             self._dataset, batch_sampler=self._sampler, collate_fn=as_it_is, **self._options
         )
-        with main_module_left_out(unless_defines=self._source):
-            self._batches: Iterator[LoaderBatch | DataError] | None = iter(loader)
+        self._batches: Iterator[LoaderBatch | DataError] | None = start_workers(loader, self._source)
         # If nobody closes the loader, Python would wait forever at its exit for processes that ignore SIGTERM.
         weakref.finalize(self, kill_workers, self._batches)
-
-    def __iter__(self) -> Loader:
-        return self
 
     def __next__(self) -> LoaderBatch:
         self._waits_since = time.monotonic()
@@ -271,8 +255,8 @@ class Loader:
             raise DataError(
                 f"{reason}, after a restart; what the run has saved is intact, --resume continues from there"
             ) from error
-        self._restarted = True
-        self.notes.append(f"{reason}; the loader was started again at {self._sampler.where}")
+        self._restarted, at = True, self._sampler.position
+        self.notes.append(f"{reason}; the loader was started again at epoch {at.epoch}, image {at.samples}")
         self._start()
         self._waits_since = time.monotonic()
 

@@ -1,9 +1,9 @@
 """Draws the patches of a crop that are hidden from the student, from one seed a crop.
 
 Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
-batch's crops are masked, with one ratio from each equal bin. Here each crop is masked with a probability and draws its
-ratio from the whole range, so that its mask follows from (seed, epoch, index of the image, number of the crop) alone.
-The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins).
+batch's crops are masked, with one ratio from each equal bin (in DINOv3 its upper edge). Here each crop is masked with a
+probability and draws its ratio from the whole range, so that its mask follows from (seed, epoch, index of the image,
+number of the crop) alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ from dino_ds.config.crops import CropGroup, Masks
 from dino_ds.config.recipe import Recipe
 
 _LOG_ASPECT = math.log(1 / 0.3)
-_MIN_AREA = 4
-"""Smallest number of patches of a block, if as many are still to be hidden."""
-_TRIES = 10
-"""Attempts at a block, after which the mask is left as it is."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,9 @@ class MaskOptions:
         if crops.mask == "none":
             return {}
         stride = recipe.model.spec().stride
+        how = crops.mask, crops.mask_share, crops.mask_ratio
         sides = {group.name: group.size // stride for group in groups or recipe.groups if group.masked}
-        return {
-            name: MaskOptions(crops.mask, crops.mask_share, crops.mask_ratio, (side, side))
-            for name, side in sides.items()
-        }
+        return {name: MaskOptions(*how, (side, side)) for name, side in sides.items()}
 
 
 def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], seeds: Sequence[int]) -> Masks:
@@ -97,8 +91,8 @@ def add_block(mask: np.ndarray, most: float, rng: random.Random) -> int:
     The block is smaller than the crop in both directions, and may overlap others if it hides at least one new patch.
     """
     rows, columns = mask.shape
-    for _ in range(_TRIES):
-        area = rng.uniform(_MIN_AREA, most)
+    for _ in range(10):
+        area = rng.uniform(4, most)
         aspect = math.exp(rng.uniform(-_LOG_ASPECT, _LOG_ASPECT))
         height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if height < rows and width < columns:

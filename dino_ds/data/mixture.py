@@ -39,7 +39,12 @@ class Mixture(EncodedImages, Joined):
 
     def __init__(self, parts: Sequence[MixturePart], root: str | None, cache_gib: float = 0.0) -> None:
         self.parts = tuple(parts)
-        self.sources = [_open(part, root, cache_gib) for part in parts]
+        self.sources = list[EncodedImages]()
+        for part in parts:
+            try:
+                self.sources.append(open_files(place_of(part, root), cache_gib))
+            except DataError as error:
+                raise DataError(f"data.mixture: {part.place}: {error}") from None
         self.elsewhere = any(map(is_remote, self.sources))
         self.ends = list(itertools.accumulate(map(len, self.sources)))
         if overlap := self._overlap():
@@ -148,13 +153,6 @@ class Mixture(EncodedImages, Joined):
         return Labels(labels), classes
 
 
-def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImages:
-    try:
-        return open_files(place_of(part, root), cache_gib)
-    except DataError as error:
-        raise DataError(f"data.mixture: {part.place}: {error}") from None
-
-
 def place_of(part: MixturePart, root: str | None) -> str:
     """The path or pattern of a part's images. Raises ConfigError for a relative one without data.root."""
     path = os.path.expanduser(part.place)
@@ -229,23 +227,18 @@ class Draws:
 
     def _drawn_until(self, seed: int, counts: np.ndarray) -> np.ndarray:
         """Times that each drawn image has been drawn once the parts have drawn `counts` images, (parts,)."""
+        import torch
+
         begun = self._counts[self._part_of_group]
         of_group = (counts[self._part_of_group] + begun - 1 - self._place) // begun  # group after group
         passes, rest = np.divmod(of_group, self._sizes)
         group = self._groups[self._drawn]
-        return passes[group] + (self._places_in_pass(seed, passes) < rest[group])
-
-    def _places_in_pass(self, seed: int, passes: np.ndarray) -> np.ndarray:
-        """Position of each drawn image in its group's order of pass number `passes`, (groups,)."""
-        import torch
-
-        group = self._groups[self._drawn]
         start = crop_seed(seed, 0, _PASSES) - (1 << 63)
         keys = mix(mix(torch.from_numpy(passes[group]) ^ start) ^ torch.from_numpy(self._drawn)).numpy()
         order = np.lexsort((keys, group))
-        places = np.empty(len(order), np.int64)
+        places = np.empty(len(order), np.int64)  # position of each image in its group's order of this pass
         places[order] = np.arange(len(order)) - (np.cumsum(self._sizes) - self._sizes)[group[order]]
-        return places
+        return passes[group] + (places < rest[group])
 
 
 def draws_in(source: object) -> Draws | None:
@@ -265,8 +258,21 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     ends = source.ends if isinstance(source, Mixture) else [len(source)]
     part_of = np.repeat(np.arange(len(parts)), np.diff([0, *ends]))
     kind, _, file = balance.partition(":")
-    labels = _labels(source, kind, file)
-    groups = _numbered(part_of, labels)
+    if kind == "none":
+        labels = np.zeros(len(source), np.int64)
+    elif kind == "clusters":
+        labels = _read_clusters(file, source)
+    elif source.labels is not None:
+        labels = np.array(source.labels, np.int64)
+    else:
+        raise ConfigError(
+            "data.balance classes: the images have no classes (docs/data.md says where they come from); for clusters "
+            "of their features: data.balance clusters:FILE"
+        )
+    # Groups (part, label) are numbered without gaps, part after part; -1 where the label is -1.
+    has, groups = labels >= 0, np.full(len(labels), -1, np.int64)
+    keys = part_of[has] * (labels.max(initial=0) + 1) + labels[has]
+    groups[has] = np.unique(keys, return_inverse=True)[1]
     for number, part in enumerate(parts):
         if not (groups[part_of == number] >= 0).any():
             raise ConfigError(f"data.balance {kind}: no image of {part.place} has one: leave data.balance out")
@@ -281,36 +287,15 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     return draws, [f"data.balance {kind}: {without} images have none, and are never drawn"] if without else []
 
 
-def _labels(source: Source, kind: str, file: str) -> np.ndarray:
-    """Class or cluster of each image, (images,), -1 for none."""
-    if kind == "none":
-        return np.zeros(len(source), np.int64)
-    if kind == "clusters":
-        return _read_clusters(file, source)
-    if source.labels is None:
-        raise ConfigError(
-            "data.balance classes: the images have no classes (docs/data.md says where they come from); for clusters "
-            "of their features: data.balance clusters:FILE"
-        )
-    return np.array(source.labels, np.int64)
-
-
-def _numbered(parts: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Number of each image's group (part, label), without gaps, part after part; -1 where the label is -1."""
-    has = labels >= 0
-    keys = parts[has] * (labels.max(initial=0) + 1) + labels[has]
-    groups = np.full(len(labels), -1, np.int64)
-    groups[has] = np.unique(keys, return_inverse=True)[1]
-    return groups
-
-
 def _read_clusters(file: str, source: Source) -> np.ndarray:
     """Clusters (images,) from a .csv whose row i has the name of image i and its cluster; an empty cluster is -1."""
     numbers, clusters = dict[str, int](), np.full(len(source), -1, np.int64)
-    count = 0
+    member, count = getattr(source, "member", None), 0
     for name, cluster in _rows(file):
         if count < len(source):
-            if not _is_name(name, source, count):
+            if name != source.name(count) and not (  # the root may have moved since
+                member is not None and name.endswith("/" + printable(member(count)))
+            ):
                 raise DataError(
                     f"data.balance: row {count + 1} of {file} is of {printable(name)}, and image {count + 1} of the "
                     f"data is {source.name(count)}: make it again for these images, in the order of dino-ds embed"
@@ -338,9 +323,3 @@ def _rows(file: str) -> Iterator[tuple[str, str]]:
         raise DataError(f"data.balance: {file} cannot be read: {error.strerror or error}") from None
     except (ValueError, csv.Error) as error:
         raise DataError(f"data.balance: {file} is no .csv in UTF-8: {error}") from None
-
-
-def _is_name(name: str, source: Source, index: int) -> bool:
-    """Whether `name` is an image's name, below a root that may have moved."""
-    member = getattr(source, "member", None)
-    return name == source.name(index) or (member is not None and name.endswith("/" + printable(member(index))))

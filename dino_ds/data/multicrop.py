@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -21,28 +20,17 @@ from torch import Tensor
 
 from dino_ds.basics.ranges import CROP, DECODE, loading_range
 from dino_ds.basics.seeds import crop_seed
-from dino_ds.config.crops import AUGMENTATIONS, Augmentation, CropGroup, crop_sizes
+from dino_ds.config.crops import AUGMENTATIONS, LOCAL, Augmentation, CropGroup, crop_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 
-_MOST_CUT_SIDES = 16
-"""Limit of a resized image's length in crop sides: a longer image is cut before it is resized, to save memory."""
-_SHRINKS = (8, 4, 2)
-"""Factors by which a JPEG can be decoded smaller."""
 Box = tuple[int, int, int, int]
 """left, top, right, bottom in pixels"""
 _ASPECT = (3 / 4, 4 / 3)
-_BLUR_RADIUS = (0.1, 2.0)
-_SOLARIZE_THRESHOLD = 128
 BICUBIC = Image.Resampling.BICUBIC
-_ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-_KINDS = {"global": (0, 1), "local": (2,)}
-"""Indices in a triple of probabilities for a group's first crop, second crop, ...; the last is for all further ones."""
-_TURNS = -2
-"""Number of the random stream of turns; crops draw from `seed` itself, masks from stream -1."""
 SLOTS = 4
 """Jitter operations of one crop, in an order drawn for this crop."""
 FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
@@ -51,7 +39,6 @@ COLUMNS = 4 * SLOTS + 4
 LUMA = (0.2989, 0.587, 0.114)
 BLUR_REACH = 6
 """Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
-_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 
 
 class MultiCrop:
@@ -76,7 +63,11 @@ class MultiCrop:
         self.groups = tuple(groups)
         self.augmentation = AUGMENTATIONS[augment] if isinstance(augment, str) else augment
         self.sizes = crop_sizes(groups)
-        self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
+        self.crops = [
+            (group, (2 if group.name == LOCAL else min(number, 1)) if group.augmented else None)
+            for group in groups
+            for number in range(group.count)
+        ]
         """Group of every crop, and the crop's index in the triples of an Augmentation (None = not augmented)."""
         self.masks, self.normalization = dict(masks), normalization
         self.resolutions = tuple(resolutions) or (self,)
@@ -84,72 +75,62 @@ class MultiCrop:
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
         """Build the crops of a recipe; `groups` are those of its largest resolution."""
-        augmentation, normalization = recipe.crops.augmentation, Normalization.of(recipe)
 
         def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
-            masks = MaskOptions.of(recipe, groups)
-            return MultiCrop(groups, augmentation, masks, normalization, resolutions)
+            how = recipe.crops.augmentation, MaskOptions.of(recipe, groups), Normalization.of(recipe)
+            return MultiCrop(groups, *how, resolutions)
 
         sized = [of_groups(recipe.groups_of(resolution)) for resolution in recipe.resolutions]
         return of_groups(recipe.groups, sized if len(sized) > 1 else ())
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group; all randomness is from `seed`."""
-        sampled = self.sample(image.width, image.height, seed)
-        crops = map(apply_crop, repeat(image), sampled, self.sizes)
-        return [to_tensor(crop, self.normalization) for crop in crops]
+        sampled = zip(self.sample(image.width, image.height, seed), self.sizes, strict=True)
+        return [to_tensor(apply_crop(image, crop, size), self.normalization) for crop, size in sampled]
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """Draw the parameters of all crops of an image of this size in pixels, each crop's in the order of fields."""
-        rng, turning = random.Random(seed), self._turning(seed)
+        rng, strength = random.Random(seed), self.augmentation
+        # Turns have a random stream of their own, -2: all other draws stay as they are without turns. Masks have -1.
+        turning = random.Random(crop_seed(seed, -2, 0)) if strength.vertical_flip or strength.rotation else None
         sampled: list[CropParameters] = []
         first: dict[str, int] = {}
         for group, kind in self.crops:
             first_of_group = first.setdefault(group.name, len(sampled))
-            if group.like is None:
-                sampled.append(turning(self._sample_crop(rng, width, height, group, kind)))
-            else:
+            if group.like is not None:
                 seen = sampled[first[group.like] + len(sampled) - first_of_group]
                 sampled.append(CropParameters(seen.box, seen.flip, turns=seen.turns))
+                continue
+            crop = self._sample_crop(rng, width, height, group, kind)
+            if turning:
+                upside_down = turning.random() < strength.vertical_flip
+                turns = turning.randint(1, 3) if turning.random() < strength.rotation else 0
+                crop = replace(crop, flip=crop.flip != upside_down, turns=(turns + 2 * upside_down) % 4)
+            sampled.append(crop)
         return sampled
-
-    def _turning(self, seed: int) -> Callable[[CropParameters], CropParameters]:
-        """Return a function that adds turns and top-to-bottom flips to a crop, from a random stream of its own."""
-        strength = self.augmentation
-        if not (strength.vertical_flip or strength.rotation):
-            return lambda crop: crop
-        rng = random.Random(crop_seed(seed, _TURNS, 0))
-
-        def turned(crop: CropParameters) -> CropParameters:
-            upside_down = rng.random() < strength.vertical_flip
-            turns = rng.randint(1, 3) if rng.random() < strength.rotation else 0
-            return replace(crop, flip=crop.flip != upside_down, turns=(turns + 2 * upside_down) % 4)
-
-        return turned
 
     def _sample_crop(
         self, rng: random.Random, width: int, height: int, group: CropGroup, kind: int | None
     ) -> CropParameters:
-        strength = self.augmentation
+        strength, jitter = self.augmentation, list[tuple[str, float]]()
         box, flip = sample_box(rng, width, height, group.scale), rng.random() < strength.flip
         if kind is None:
             return CropParameters(box, flip)
+        if rng.random() < strength.jitter:
+            names = list(_JITTER)
+            rng.shuffle(names)
+            for name in names:
+                most = float(getattr(strength, name))
+                factor = (0.0 if name == "hue" else 1.0) + rng.uniform(-most, most)
+                jitter += [(name, factor)] if most else []
         return CropParameters(
             box,
             flip,
-            jitter=_sample_jitter(rng, strength) if rng.random() < strength.jitter else (),
+            tuple(jitter),
             gray=rng.random() < strength.gray,
-            blur_radius=rng.uniform(*_BLUR_RADIUS) if rng.random() < strength.blur[kind] else None,
+            blur_radius=rng.uniform(0.1, 2.0) if rng.random() < strength.blur[kind] else None,
             solarize=rng.random() < strength.solarize[kind],
         )
-
-
-def _kind(group: CropGroup, number: int) -> int | None:
-    """Index of a crop's probabilities in an Augmentation, or None if it is not augmented."""
-    if not group.augmented:
-        return None
-    kinds = _KINDS[group.name]
-    return kinds[min(number, len(kinds) - 1)]
 
 
 @dataclass(frozen=True)
@@ -197,7 +178,7 @@ class AugmentationParams:
 
 
 def _row(crop: CropParameters, rgb: bool) -> list[float]:
-    row = _NOTHING.copy()
+    row = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
     for slot, (name, factor) in enumerate(crop.jitter):
         if name == "brightness":
             row[4 * slot] = factor
@@ -233,15 +214,6 @@ def sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, 
     return left, top, left + w, top + h
 
 
-def _sample_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tuple[str, float], ...]:
-    names = list(_JITTER)
-    rng.shuffle(names)
-    strengths = {name: float(getattr(augmentation, name)) for name in names}
-    middles = {"hue": 0.0}
-    drawn = [(name, middles.get(name, 1.0) + rng.uniform(-strengths[name], strengths[name])) for name in names]
-    return tuple((name, factor) for name, factor in drawn if strengths[name])
-
-
 def cut_crops(
     image: EncodedImage | DecodedImage | CachedImage,
     sampled: Sequence[CropParameters],
@@ -249,19 +221,17 @@ def cut_crops(
     outputs: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Crops (size, size, c) of an image: cut, resized and turned; in `outputs`, tensors of that shape, if given."""
-    boxes = [crop.box for crop in sampled]
+    boxes, crops = [crop.box for crop in sampled], list[Tensor]()
     with loading_range(DECODE):
         array = image.decode(largest_shrink(boxes, sizes))
     if array.shape[:2] != (image.height, image.width):
         across, down = array.shape[1] / image.width, array.shape[0] / image.height
         boxes = [shrunk_box(box, across, down) for box in boxes]
-    buffers = [None] * len(boxes) if outputs is None else outputs
     with loading_range(CROP):
-        crops = [resize_crop(array, *request) for request in zip(boxes, sizes, buffers, strict=True)]
-    turned = [torch.rot90(crop, p.turns) if p.turns else crop for crop, p in zip(crops, sampled, strict=True)]
-    if outputs is None:
-        return turned
-    return [out if crop is out else out.copy_(crop) for out, crop in zip(outputs, turned, strict=True)]
+        for i, (parameters, box, size) in enumerate(zip(sampled, boxes, sizes, strict=True)):
+            crop = resize_crop(array, box, size, None if outputs is None else outputs[i])
+            crops.append(crop.copy_(torch.rot90(crop, parameters.turns)) if parameters.turns else crop)
+    return crops
 
 
 def resize_crop(image: np.ndarray, box: Box, size: int, output: Tensor | None = None) -> Tensor:
@@ -274,9 +244,9 @@ def resize_crop(image: np.ndarray, box: Box, size: int, output: Tensor | None = 
     left, top, right, bottom = box
     # A batch of one image with all its strides: otherwise torch would not see that pixels are interleaved.
     pixels = torch.from_numpy(np.ascontiguousarray(image[top:bottom, left:right])[None])
-    if pixels.shape[1:3] == (size, size):
-        return pixels[0] if output is None else output.copy_(pixels[0])
     crop = torch.empty(size, size, image.shape[2], dtype=pixels.dtype) if output is None else output
+    if pixels.shape[1:3] == (size, size):
+        return crop.copy_(pixels[0])
     out = crop[None].permute(0, 3, 1, 2)
     torch._C._nn._upsample_bicubic2d_aa(pixels.permute(0, 3, 1, 2), (size, size), False, None, out=out)  # type: ignore[call-arg]
     if crop.is_floating_point():
@@ -289,7 +259,7 @@ def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
     spare = min(
         min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
     )
-    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
+    return next((shrink for shrink in (8, 4, 2) if shrink <= spare), 1)
 
 
 def shrunk_box(box: Box, across: float, down: float) -> Box:
@@ -302,7 +272,7 @@ def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.
     """Cut and augment one crop (size x size pixels) of an RGB image."""
     crop = image.crop(sampled.box).resize((size, size), BICUBIC)
     if sampled.turns:
-        crop = crop.transpose(_ROTATIONS[sampled.turns - 1])
+        crop = crop.transpose(getattr(Image.Transpose, f"ROTATE_{90 * sampled.turns}"))
     if sampled.flip:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     for name, factor in sampled.jitter:
@@ -312,7 +282,7 @@ def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.
     if sampled.blur_radius is not None:
         crop = crop.filter(ImageFilter.GaussianBlur(sampled.blur_radius))
     if sampled.solarize:
-        crop = ImageOps.solarize(crop, _SOLARIZE_THRESHOLD)
+        crop = ImageOps.solarize(crop, 128)
     return crop
 
 
@@ -354,7 +324,11 @@ class EvalCrop:
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
-        return _normalized(image, self._cut, self._normalization)
+        if isinstance(image, Image.Image):
+            return to_tensor(self._cut(image), self._normalization)
+        cut = [np.asarray(self._cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)]
+        planes = torch.from_numpy(np.stack(cut))
+        return self._normalization(planes.clamp(0, 1) if planes.is_floating_point() else planes / 255)
 
     def box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Left, top, right and bottom of the kept part of an image, in its pixels."""
@@ -372,21 +346,8 @@ class EvalCrop:
 
     def _cut(self, image: Image.Image) -> Image.Image:
         size, (x, y) = self._resized(*image.size)
-        if max(size) > _MOST_CUT_SIDES * self.size:
+        if max(size) > 16 * self.size:  # cut first, to save memory
             left, top, right, bottom = self.box(*image.size)
             box = (left, top, min(right, image.width), min(bottom, image.height))
             return image.resize((self.size, self.size), BICUBIC, box=box)
         return image.resize(size, BICUBIC).crop((x, y, x + self.size, y + self.size))
-
-
-def _normalized(
-    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalization: Normalization
-) -> Tensor:
-    """Apply `cut` to an RGB image, or to each channel of (h, w, c), and normalize: (c, height, width) float32."""
-    if isinstance(image, Image.Image):
-        return to_tensor(cut(image), normalization)
-    planes = torch.from_numpy(
-        np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
-    )
-    pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
-    return normalization(pixels)

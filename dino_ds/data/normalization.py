@@ -18,11 +18,7 @@ from dino_ds.basics.formatting import range_text
 from dino_ds.config.crops import Masks
 from dino_ds.config.recipe import Recipe, channel_problems
 from dino_ds.data.image_values import ImageValues, Sample, find_misfits, look_at_values
-from dino_ds.data.images import (
-    Joined,
-    Source,
-    ValueRange,
-)
+from dino_ds.data.images import Joined, Source, ValueRange
 from dino_ds.data.scientific import note_stacks
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
@@ -64,17 +60,6 @@ class Normalization:
         if not {channels, len(self.mean)} <= {*USUAL_CHANNELS}:
             return None
         return Normalization(*((sum(values) / len(values),) * channels for values in (self.mean, self.std)))
-
-    @staticmethod
-    def measured(moments: Sequence[tuple[np.ndarray, np.ndarray]]) -> Normalization:
-        """Compute the normalization of images, equally weighted, from their moments; rounded to 4 digits.
-
-        moments: for each image, the means by channel of the values and of their squares; black is 0, white is 1.
-        """
-        mean, square = (np.mean(part, axis=0) for part in zip(*moments, strict=True))
-        std = np.sqrt(np.maximum(square - mean**2, 0))
-        values = ((mean, 0), (std, 1e-4))
-        return Normalization(*(tuple(np.round(np.clip(part, least, 1), 4).tolist()) for part, least in values))
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Normalize pixels (..., c, h, w) in [0, 1]. Raises ConfigError for another number of channels."""
@@ -142,25 +127,20 @@ def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, ima
         hidden = masks[name]["mask"].unflatten(0, (len(group), -1)) if name in masks else None
         for number, crop in enumerate(group):
             crop = crop[:images]
-            shown.append(crop if hidden is None else crop.masked_fill(_pixels(hidden[number, :images], crop), 0))
+            if hidden is not None:
+                side = math.isqrt(hidden.shape[-1])  # patches (b, n) become pixels (b, 1, h, w)
+                patches = hidden[number, :images].view(-1, 1, side, side)
+                stride = crop.shape[-1] // side
+                crop = crop.masked_fill(patches.repeat_interleave(stride, 2).repeat_interleave(stride, 3), 0)
+            shown.append(crop)
     return shown
-
-
-def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
-    """Patch masks (b, n) -> pixel masks (b, 1, h, w) of square `crops` (b, c, h, w)."""
-    side = math.isqrt(mask.shape[1])
-    stride = crops.shape[-1] // side
-    return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)
 
 
 def measure_channels(
     images: Iterable[ImageValues], channels: int, value_range: ValueRange | None
 ) -> Normalization | None:
-    """Mean and standard deviation as a recipe takes them, to 4 digits; all images have the same weight.
-
-    Gray images count in all `channels`; images with another number of channels, or beyond the range, are left out. None
-    if none is left.
-    """
+    """Mean and standard deviation as a recipe takes them, to 4 digits; all images have the same weight. Gray images
+    count in all `channels`; those of other channels, or beyond the range, are left out. None if none is left."""
     moments = []
     for image in images:
         black, white = value_range if value_range and image.type != "uint8" else (0.0, 255.0)
@@ -169,7 +149,11 @@ def measure_channels(
         mean, square = (np.broadcast_to(np.array(values), channels) for values in (image.mean, image.square))
         scale = max(white - black, 1e-30)
         moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))
-    return Normalization.measured(moments) if moments else None
+    if not moments:
+        return None
+    mean, square = (np.mean(part, axis=0) for part in zip(*moments, strict=True))
+    both = ((mean, 0), (np.sqrt(np.maximum(square - mean**2, 0)), 1e-4))
+    return Normalization(*(tuple(np.round(np.clip(part, least, 1), 4).tolist()) for part, least in both))
 
 
 class Stated(NamedTuple):
@@ -214,7 +198,14 @@ def _find_settings(
     start = stated() if seeks_mean else Stated()
     measures = seeks_mean and start.normalization is None and channels not in USUAL_CHANNELS
     sample = _look_at_parts(recipe, source, measures)
-    chosen, notes = (known, []) if known else _choose_range(sample, start)
+    chosen, words = known, ""
+    if known is None:  # the range that the start states, if it fits the sample, else the one that the sample shows
+        chosen = start.value_range
+        if chosen and sample.deep and not any(image.why_skipped(chosen) for image in sample.deep):
+            words = f"data.value_range {range_text(chosen)}, as {start.by} says"
+        else:
+            chosen, words = sample.decide()
+    notes = [words] if words else []
     notes += find_misfits(sample.deep, chosen) + note_stacks(sample.stacks)
     settings: dict[str, Any] = {"value_range": chosen or "auto"}
     if earlier is not None and data.mean is None:
@@ -230,14 +221,6 @@ def _find_settings(
                 raise ConfigError(f"{start.by}: {problems[0]}; give --data.mean and --data.std")
             notes.append(f"{mean}, {how} (--data.mean, --data.std set others)")
     return settings, notes
-
-
-def _choose_range(sample: Sample, start: Stated) -> tuple[ValueRange | None, list[str]]:
-    """The range that the start states, if it fits the sample, else the one that the sample shows; and notes on it."""
-    if start.value_range and sample.deep and not any(image.why_skipped(start.value_range) for image in sample.deep):
-        return start.value_range, [f"data.value_range {range_text(start.value_range)}, as {start.by} says"]
-    chosen, words = sample.decide()
-    return chosen, [words] if words else []
 
 
 def _look_at_parts(recipe: Recipe, source: Source, measures: bool) -> Sample:

@@ -56,7 +56,7 @@ def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tens
 
             photometric_triton.augment(some, piece.on_device, _scale(some), normalize, part)
         else:
-            _augment(some, piece, _scale(some), normalize, part)
+            _augment(some, piece, normalize, part)
     return out
 
 
@@ -76,7 +76,7 @@ def kernel_difference(kernels: Kernels, device: torch.device, dtype: torch.dtype
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
     params, expected = AugmentationParams.build(sampled, c), torch.empty(len(sampled), c, h, w)
     normalize = torch.stack([torch.linspace(-2, 0, c), torch.linspace(2, 5, c)])
-    _augment(crops, params, _scale(crops), normalize, expected)
+    _augment(crops, params, normalize, expected)
     result = torch.empty_like(expected, device=device)
     kernels(crops.to(device), params.table.to(device), _scale(crops), normalize.to(device), result)
     return (expected - result.cpu()).abs().max().item()
@@ -87,7 +87,7 @@ def _scale(crops: Tensor) -> float:
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 
-def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize: Tensor, x: Tensor) -> None:
+def _augment(crops: Tensor, params: AugmentationParams, normalize: Tensor, x: Tensor) -> None:
     (n, _, _, c), table, on_device = crops.shape, params.table.numpy(), params.on_device
     which, crop = np.nonzero(table.T[_OPTIONAL_COLUMNS])
     counts = np.bincount(which, minlength=len(_OPTIONAL_COLUMNS)).tolist()
@@ -101,14 +101,15 @@ def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize:
 
     if FLIP in rows:
         crops = crops.index_copy(0, rows[FLIP], crops[rows[FLIP]].flip(2))
-    torch.mul(crops.permute(0, 3, 1, 2), scale, out=x)
+    torch.mul(crops.permute(0, 3, 1, 2), _scale(crops), out=x)
     weights = on_device[:, : 4 * SLOTS].T.contiguous().view(SLOTS, 4, n, 1, 1, 1)
     for slot, (pixel, own_gray, mean_gray, turns) in enumerate(weights):
         blend(x, pixel, own_gray, mean_gray)
         replace(4 * slot + 3, shift_hue, turns)
     replace(GRAY, lambda some: gray(some).expand_as(some))
     replace(SIGMA, gaussian_blur, on_device[:, SIGMA])
-    replace(SOLARIZE, solarize)
+    # Values brighter than 127.5 / 255 are inverted, which for 8-bit levels is the threshold 128.
+    replace(SOLARIZE, lambda some: torch.minimum(some, 1 - some))
     offset, factor = normalize.view(2, c, 1, 1)
     torch.addcmul(offset, x, factor, out=x)
 
@@ -157,8 +158,3 @@ def gaussian_blur(x: Tensor, sigmas: Tensor) -> Tensor:
         shape = (n * c, 1, 1, -1) if axis == 3 else (n * c, 1, -1, 1)
         x = F.conv2d(padded.view(1, n * c, *padded.shape[2:]), kernels.view(shape), groups=n * c).view(n, c, h, w)
     return x
-
-
-def solarize(x: Tensor) -> Tensor:
-    """Invert values brighter than 127.5 / 255, which for 8-bit levels is the threshold 128."""
-    return torch.minimum(x, 1 - x)

@@ -181,7 +181,7 @@ def test_jpegs_decoded_smaller_are_turned_as_whole_ones(orientation):
     boxes = [(0, 0, 320, 200), (240, 20, 320, 84)]
     [whole, small], [theirs, other] = (
         cut_crops(one, [CropParameters(box, False) for box in boxes], [32, 32])
-        for one in (image, DecodedImage(np.array(upright), "file", None))
+        for one in (image, DecodedImage(np.array(upright), "file", None, None))
     )
     for ours, expected in ((whole, theirs), (small, other)):
         assert (ours.float() - expected.float()).abs().mean() <= 3
