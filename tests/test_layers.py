@@ -25,7 +25,7 @@ TRAINING = [
     {"config"},
     {"method.specs"},
     {"config.recipe", "config.loading", "config.stages", "engine.distributed", "health"},
-    {"data", "models", "engine.saved_state", "checkpoint"},
+    {"data", "models", "checkpoint"},
     {"weights", "engine"},
     {"method"},
     {"run"},

@@ -161,7 +161,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def append_whole(descriptor: int, content: bytes) -> None:
+def append_whole(descriptor: int, content: bytes | memoryview) -> None:
     """Append all of `content` to a file that is open for appending, or nothing of it. Raises OSError."""
     size, written = os.fstat(descriptor).st_size, 0
     try:

@@ -11,6 +11,7 @@ step, with two small host gathers.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from tqdm import tqdm
@@ -44,6 +45,7 @@ from dino_ds.checkpoint.manifest import (
     checksum,
     files_of_this_rank,
     read_manifest,
+    sealed,
 )
 from dino_ds.engine import distributed
 from dino_ds.engine.distributed import RankFlags
@@ -142,13 +144,6 @@ class Checkpoints:
         self._point_to(step)
         return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 
-    def free_bytes(self) -> int:
-        """Free space on the disk, including the space that `tidy` will free."""
-        existing = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
-        disk = os.statvfs(existing)
-        left = [path for path in self.folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
-        return disk.f_bavail * disk.f_frsize + sum(file.lstat().st_size for path in left for file in path.glob("*"))
-
     def begin(self, step: int) -> Path:
         """Make an empty folder to write a checkpoint into, on rank 0. Raises OSError."""
         folder = self.writing_folder(step)
@@ -171,7 +166,7 @@ class Checkpoints:
         If the process dies here, `latest` names the new checkpoint or the one before.
         """
         written, folder = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
-        replace_file(written / MANIFEST, manifest.seal())
+        replace_file(written / MANIFEST, sealed(manifest.model_dump()))
         if os.path.lexists(folder):
             self._remove(folder)
         put_in_place(written, folder)
@@ -180,7 +175,13 @@ class Checkpoints:
 
     def rotate(self, newest: int) -> None:
         """Remove the checkpoints before `newest` that are not kept, on rank 0. Only good ones count towards `keep`."""
-        good = [step for step in self._steps() if step <= newest and self._looks_good(step)]
+        good = []
+        for step in self._steps():
+            folder = self.folder / step_name(step)
+            with contextlib.suppress(CheckpointError, OSError):
+                if step <= newest:
+                    check_present(folder, read_manifest(folder))
+                    good.append(step)
         oldest = good[: self._keep][-1]
         best = read_manifest(self.folder / step_name(newest)).state.get(KEPT)
         for step in self._steps():
@@ -190,14 +191,6 @@ class Checkpoints:
             match = STEP_NAME.fullmatch(path.name.removeprefix(_ASIDE))
             if match and int(match[1]) <= newest:
                 self._remove(path)
-
-    def _looks_good(self, step: int) -> bool:
-        folder = self.folder / step_name(step)
-        try:
-            check_present(folder, read_manifest(folder))
-        except (CheckpointError, OSError):
-            return False
-        return True
 
     def _remove(self, folder: Path) -> None:
         """Rename the folder, then remove it: if the process dies meanwhile, no incomplete checkpoint is left."""
@@ -240,6 +233,11 @@ def _list(steps: list[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "none"
 
 
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
 FAILED_SAVES_IN_A_ROW = 3
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
 _WAIT_SECONDS = 1.0
@@ -247,8 +245,7 @@ _WAIT_SECONDS = 1.0
 _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 
-@dataclass(frozen=True)
-class SaveCost:
+class SaveCost(NamedTuple):
     """The cost of the last checkpoint, the same on all ranks.
 
     stall_seconds: how long training stood still, on the slowest rank; seconds: time until the commit; bytes: size on
@@ -258,10 +255,6 @@ class SaveCost:
     stall_seconds: float
     seconds: float
     bytes: int
-
-    def __str__(self) -> str:
-        size = f"{short(self.bytes / 2**30)} GiB in {self.seconds:.1f} s"
-        return f"{size}, training stood still for {self.stall_seconds:.2f} s"
 
 
 class Saving:
@@ -285,13 +278,17 @@ class Saving:
     def check_space(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], more: int) -> None:
         """Raise StorageError, on all ranks, if the disk has no space for one checkpoint and `more` bytes."""
         total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
-        needed = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
+        needed, folder = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES, self._checkpoints.folder
         with distributed.raise_on_all_ranks():
-            if distributed.rank() == 0 and needed > (free := self._checkpoints.free_bytes()):
-                raise StorageError(
-                    f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
-                    f"{self._checkpoints.folder.parent}: make room, or give another --run_dir"
-                )
+            if distributed.rank() == 0:
+                left = [path for path in folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
+                free = _free_bytes(next(path for path in (folder, *folder.parents) if path.is_dir()))
+                free += sum(file.lstat().st_size for path in left for file in path.glob("*"))  # `tidy` will free it
+                if needed > free:
+                    raise StorageError(
+                        f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
+                        f"{folder.parent}: make room, or give another --run_dir"
+                    )
 
     def save(
         self,
@@ -358,8 +355,7 @@ class Saving:
         free, error = 0, ""
         try:
             if distributed.rank() == 0:
-                disk = os.statvfs(self._checkpoints.begin(step))
-                free = disk.f_bavail * disk.f_frsize
+                free = _free_bytes(self._checkpoints.begin(step))
         except OSError as problem:
             error = f"cannot save step {step}: {problem.strerror}: {problem.filename}"
         answers = distributed.gather_objects((size, free, error))
@@ -408,13 +404,15 @@ class Saving:
         if folder is not None:
             self._background_tasks.start(folder, pending.step)
         _, stalls, seconds = zip(*outcomes, strict=True)
-        self.cost = SaveCost(max(stalls), max(seconds), pending.bytes)
-        return [Event(f"save     step {pending.step}: {self.cost}", detail=True)]
+        self.cost = cost = SaveCost(max(stalls), max(seconds), pending.bytes)
+        size = f"{short(cost.bytes / 2**30)} GiB in {cost.seconds:.1f} s"
+        stall = f"training stood still for {cost.stall_seconds:.2f} s"
+        return [Event(f"save     step {pending.step}: {size}, {stall}", detail=True)]
 
     def _reason(self, pending: PendingSave, error: OSError) -> UserError:
         if error.errno in NO_SPACE:
-            disk = os.statvfs(self._checkpoints.folder)
-            return StorageError(self._no_space(pending.step, pending.bytes, disk.f_bavail * disk.f_frsize))
+            free = _free_bytes(self._checkpoints.folder)
+            return StorageError(self._no_space(pending.step, pending.bytes, free))
         return _explained(f"cannot save step {pending.step}", error, self._checkpoints.folder)
 
     def _no_space(self, step: int, needed: int, free: int) -> str:
@@ -444,38 +442,35 @@ class _BackgroundTasks:
         self._error: OSError | None = None
 
     def start(self, folder: Path, step: int) -> None:
-        args = (folder, step, self._thread)
-        self._thread = threading.Thread(target=self._do, args=args, name="after save", daemon=True)
+        before = self._thread
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            try:
+                self._checkpoints.rotate(step)
+                self._finish(folder)
+            except Exception as error:
+                self._error = as_os_error(error, folder)
+
+        self._thread = threading.Thread(target=work, name="after save", daemon=True)
         self._thread.start()
 
-    def _do(self, folder: Path, step: int, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        try:
-            self._checkpoints.rotate(step)
-            self._finish(folder)
-        except Exception as error:
-            self._error = as_os_error(error, folder)
-
-    def ended(self) -> list[str]:
-        """Lines for the log once the work has ended, [] before."""
-        return [f"warning  {error}" for error in self._failure()]
-
-    def _failure(self) -> list[UserError]:
+    def ended(self, must: bool = False) -> list[str]:
+        """Lines for the log once the work has ended, [] before. With `must`, a failure is raised."""
         if self._thread is None or self._thread.is_alive():
             return []
         error, self._thread, self._error = self._error, None, None
-        return [] if error is None else [_explained("after a save", error)]
+        if error is not None and must:
+            raise _explained("after a save", error)
+        return [] if error is None else [f"warning  {_explained('after a save', error)}"]
 
     def wait(self, must: bool = False) -> list[str]:
         """Wait for the work to end. With `must`, a failure is raised on all ranks, and all must call this."""
         if self._thread is not None:
             self._thread.join()
-        if must:
-            with distributed.raise_on_all_ranks():
-                for error in self._failure():
-                    raise error
-        return self.ended()
+        with distributed.raise_on_all_ranks() if must else contextlib.nullcontext():
+            return self.ended(must)
 
 
 def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:

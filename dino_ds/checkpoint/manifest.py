@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import stat
 import threading
 import time
 import zlib
@@ -28,7 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from dino_ds.basics.files import FORMAT, check_format
+from dino_ds.basics.files import FORMAT, append_whole, check_format
 from dino_ds.basics.names import step_name
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, is_out_of_memory, one_line
@@ -46,11 +45,6 @@ class FileRecord:
     crc32: int
 
 
-def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Approximate length of the file that `write_tensors` makes of these tensors."""
-    return sum(t.numel() * t.element_size() + 256 for t in tensors.values()) + 1024
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
     """Write a safetensors file of tensors on any device, with `about` in its header, and verify it by reading it back.
 
@@ -59,11 +53,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, st
     size = crc = 0
     with path.open("wb", buffering=0) as file:
         for piece in _content(tensors, about):
-            crc = zlib.crc32(piece, crc)
-            written = 0
-            while written < len(piece):  # a disk that fills up takes only a part
-                written += os.write(file.fileno(), piece[written:])
-            size += len(piece)
+            crc, size = zlib.crc32(piece, crc), size + len(piece)
+            append_whole(file.fileno(), piece)
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # read back what the disk has, not what memory still holds
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -87,10 +78,7 @@ def checksum(path: Path, progress: Callable[[int], object] = lambda _bytes: None
 
 def is_plain_file(path: Path) -> bool:
     """Whether the path is a regular file itself, not a link or a pipe."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[memoryview]:
@@ -136,34 +124,28 @@ def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor
 
 
 def bytes_of(files: Files) -> int:
-    return sum(file_bytes(tensors) for tensors in files.values())
+    """Approximate length of the files that `write_tensors` makes of these tensors."""
+    tensors = [tensor for file in files.values() for tensor in file.values()]
+    return sum(t.numel() * t.element_size() + 256 for t in tensors) + 1024 * len(files)
 
 
 class HostCopies:
     """Host memory for one copy of this rank's files, reused by all saves; page-locked for tensors on a GPU."""
 
     def __init__(self) -> None:
-        self._host: dict[str, Tensor] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._host.values())
+        self.tensors: dict[tuple[str, str], Tensor] = {}
 
     def take(self, files: Files) -> Files:
         """Copy the tensors as they are now."""
-        copies = {
-            name: {key: self._place(f"{name}/{key}", t).copy_(t.detach(), non_blocking=True) for key, t in file.items()}
-            for name, file in files.items()
-        }
+        copies: Files = {name: {} for name in files}
+        for name, key, tensor in ((name, *item) for name, file in files.items() for item in file.items()):
+            host = self.tensors.get((name, key))
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name][key] = self.tensors[name, key] = host.copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
-
-    def _place(self, key: str, tensor: Tensor) -> Tensor:
-        host = self._host.get(key)
-        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = self._host[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host
 
 
 @dataclass
@@ -190,19 +172,20 @@ class PendingSave:
 
     def start(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
         """Start a thread that writes and verifies `files`, then calls `on_end` with whether that succeeded."""
-        self._thread = threading.Thread(target=self._write, args=(folder, files, on_end), name="save", daemon=True)
+        about = {"format": "pt", "run_id": self.manifest["run_id"], "step": str(self.step)}
+
+        def write() -> None:
+            try:
+                for name, tensors in files.items():
+                    self.records[name] = write_tensors(folder / name, tensors, about)
+            except Exception as error:
+                self.error = as_os_error(error, folder)
+            finally:
+                on_end(self.error is None)
+
+        self._thread = threading.Thread(target=write, name="save", daemon=True)
         self._thread.start()
         self.stalled = time.perf_counter() - self.begun
-
-    def _write(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
-        about = {"format": "pt", "run_id": self.manifest["run_id"], "step": str(self.step)}
-        try:
-            for name, tensors in files.items():
-                self.records[name] = write_tensors(folder / name, tensors, about)
-        except Exception as error:
-            self.error = as_os_error(error, folder)
-        finally:
-            on_end(self.error is None)
 
     def is_written(self, seconds: float) -> bool:
         """Whether this rank's thread has ended; waits at most `seconds`."""
@@ -236,7 +219,7 @@ class Manifest(BaseModel):
 
     images: the training images (see `dino_ds.data.sources`); frozen_teacher: source and digest of the teacher that is
     distilled, or None; state: position and counters of the run; layouts: one per rank, of its tensors (see
-    `dino_ds.engine.saved_state`); files: lengths and checksums by name.
+    `dino_ds.engine.state`); files: lengths and checksums by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -259,10 +242,6 @@ class Manifest(BaseModel):
     layouts: list[dict[str, Any]]
     files: dict[FileName, FileRecord]
 
-    def seal(self) -> bytes:
-        """The content of the file on the disk."""
-        return _seal(self.model_dump())
-
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError, saying what is wrong with it."""
@@ -274,7 +253,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it is too long")
         content = path.read_bytes()
         body = json.loads(content)
-        if not isinstance(body, dict) or _seal({k: v for k, v in body.items() if k != "crc32"}) != content:
+        if not isinstance(body, dict) or sealed({k: v for k, v in body.items() if k != "crc32"}) != content:
             raise ValueError("its own checksum differs")
         del body["crc32"]
         check_format(body.get("format"), f"the {MANIFEST} of {this}", "resume its run with the dino_ds that wrote it")
@@ -313,7 +292,7 @@ def check_content(folder: Path, name: str, manifest: Manifest, record: FileRecor
 
 
 class SavedCheckpoint:
-    """A verified checkpoint: a `dino_ds.engine.saved_state.SavedState`, the tensors of whole_*, and the manifest."""
+    """A verified checkpoint: a `dino_ds.engine.state.SavedState`, the tensors of whole_*, and the manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -359,14 +338,14 @@ def _this(folder: Path) -> str:
     return f"checkpoint step {int(match[1])}" if match else f"checkpoint {folder}"
 
 
+def sealed(body: dict[str, Any]) -> bytes:
+    """The JSON of `body`, always written in the same way, with the CRC32 of its other keys."""
+    return _dump({**body, "crc32": content_sum(body)})
+
+
 def content_sum(body: dict[str, Any]) -> int:
     """CRC32 of the content of a JSON object, whatever its layout in the file."""
     return zlib.crc32(_dump(body))
-
-
-def _seal(body: dict[str, Any]) -> bytes:
-    """The JSON of `body`, always written in the same way, with the CRC32 of its other keys."""
-    return _dump({**body, "crc32": content_sum(body)})
 
 
 def _dump(body: dict[str, Any]) -> bytes:

@@ -137,12 +137,11 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except UserError as mine:
         error = mine
-    errors = enumerate(gather_objects(error))
-    number, first = next(((number, error) for number, error in errors if error is not None), (0, None))
-    if first is not None:
-        if first.said_by_me is None:
-            first.said_by_me = number == rank()
-        raise first
+    for number, first in enumerate(gather_objects(error)):
+        if first is not None:
+            if first.said_by_me is None:
+                first.said_by_me = number == rank()
+            raise first
 
 
 def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
@@ -212,16 +211,12 @@ class RankFlags:
 def set_store_flag(word: str) -> None:
     """Set a flag in the process group's store, for `store_flag_is_set` on any rank; not a collective."""
     if world_size() > 1:
-        _store().set(word, "1")
+        dist.distributed_c10d._get_default_store().set(word, "1")
 
 
 def store_flag_is_set(word: str) -> bool:
     """Whether any rank has set the flag `word`; asks rank 0's store."""
-    return world_size() > 1 and bool(_store().check([word]))
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    return world_size() > 1 and bool(dist.distributed_c10d._get_default_store().check([word]))
 
 
 def set_timeouts(seconds: float) -> None:

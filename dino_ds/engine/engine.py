@@ -8,8 +8,9 @@ import enum
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -17,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
-from dino_ds.config.ds_schema import LOGGERS, DsConfig, check_offload
+from dino_ds.config.ds_schema import LOGGERS, DsConfig, check_offload, offloads_optimizer
 from dino_ds.engine import distributed, optim
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.muon import Muon
-from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.engine.state import (
+    EngineState,
     OptimizerShard,
+    SavedState,
     export_state,
     import_state,
-    lay_out_layers,
-    lay_out_matrices,
+    lay_out_shards,
     partitions_of,
 )
 from dino_ds.errors import ConfigError
@@ -74,20 +75,27 @@ class Engine:
         network.backbone.checkpoint_segments(segments)
         network.train()
 
-        self._buffers = _Buffers(network)
+        in_checkpoints = set(network.state_dict())
+        buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
+        self._saved_buffers = [name for name in buffers if name in in_checkpoints]
         optimizer = optim.build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
         by_part = options.clip_by != optim.WHOLE
         self._engine, self._optimizer = initialize(network, optimizer, config, clips=not by_part)
-        self._buffers.restore(self.device)
+        for name, buffer in buffers.items():  # DeepSpeed has cast them together with the parameters
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, buffer.to(self.device))
         weakref.finalize(self, _release, self._engine).atexit = False
 
-        if isinstance(optimizer, optim.Lars) and config.stage:
-            lay_out_layers(optimizer, self._optimizer, self._name_of, self._shapes)
-        if isinstance(optimizer, Muon) and config.stage:
-            lay_out_matrices(optimizer, self._optimizer, self._name_of, self._shapes)
+        if isinstance(optimizer, (optim.Lars, Muon)) and config.stage:
+            lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
         optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         self._unsynced = unsynced_statistics(network)
-        self._stage0_parts = optim.parts_of(self._optimizer, network) if config.stage == 0 else []
+        parts: dict[str, list[nn.Parameter]] = {}  # those with which parameters are clipped
+        if config.stage == 0:
+            part_of = {id(p): group["part"] for group in self._optimizer.param_groups for p in group["params"]}
+            for _, parameter in trained:
+                parts.setdefault(part_of[id(parameter)], []).append(parameter)
+        self._stage0_parts = list(parts.values())
         self._stage0_norm: float | None = None
         self._before_step = self._dynamic_state()
 
@@ -161,8 +169,9 @@ class Engine:
 
         At stage 0 DeepSpeed has summed gradients over ranks before this; from stage 1 on it checks them itself.
         """
-        norm, norms = optim.norm_of_parts(self._stage0_parts)
-        self._stage0_norm = float(norm)
+        gradients = [[p.grad for p in part if p.grad is not None] for part in self._stage0_parts]
+        norms = [torch.nn.utils.get_total_norm(part) for part in gradients]
+        self._stage0_norm = float(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
         finite = math.isfinite(self._stage0_norm)
         for part, part_norm in zip(self._stage0_parts, norms, strict=True):
             if not finite:
@@ -181,9 +190,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """fp16's dynamic loss scale; 1 in other precisions."""
-        if self.config.precision != "fp16":
-            return 1.0
-        return float(self._optimizer.loss_scale)
+        return float(self._optimizer.loss_scale) if self.config.precision == "fp16" else 1.0
 
     def set_masters(self, values: Mapping[str, Tensor]) -> None:
         """Set the FP32 masters to `values`: DeepSpeed made them from weights rounded to the engine's precision."""
@@ -206,7 +213,8 @@ class Engine:
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; with `saved` only those that checkpoints hold."""
-        return self._buffers.read(saved)
+        buffers = dict(self._engine.module.named_buffers())
+        return {name: buffers[name] for name in self._saved_buffers} if saved else buffers
 
     def unsynced_statistics(self) -> list[Tensor]:
         """FP32 running averages of the BatchNorm layers that each rank computes over its own batch alone."""
@@ -224,7 +232,11 @@ class Engine:
         all ranks, for a state of another network or kind of optimizer.
         """
         parameters = import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
-        self._set_dynamic_state(parameters.counters, parameters.loss_scaler)
+        for name in _COUNTERS:
+            setattr(self._engine, name, parameters.counters.get(name, 0))
+        if self.config.dynamic_loss_scale:
+            known = {name: value for name, value in parameters.loss_scaler.items() if name in _SCALER}
+            vars(self._optimizer.loss_scaler).update(known)
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
 
     def _dynamic_state(self) -> dict[str, Any]:
@@ -235,13 +247,6 @@ class Engine:
             "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
         }
 
-    def _set_dynamic_state(self, counters: Mapping[str, int], scaler: Mapping[str, float]) -> None:
-        for name in _COUNTERS:
-            setattr(self._engine, name, counters.get(name, 0))
-        if self.config.dynamic_loss_scale:
-            known = {name: value for name, value in scaler.items() if name in _SCALER}
-            vars(self._optimizer.loss_scaler).update(known)
-
     def _flats(self) -> list[OptimizerShard]:
         return partitions_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
 
@@ -250,32 +255,18 @@ def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:
     """Raises ConfigError where a ds config does not go with this machine or with the optimizer."""
     if config.performance.attention == "varlen" and not torch.cuda.is_available():
         raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
-    if options.clip_by != optim.WHOLE:
-        optim.check_clip_by_part(config)
+    by_part = options.clip_by != optim.WHOLE
+    if by_part and not config.clipping:
+        raise ConfigError(
+            "optimizer.clip_by part clips nothing with gradient_clipping 0: set --ds.gradient_clipping to a norm "
+            "(DINOv2: 3.0), or optimizer.clip_by network"
+        )
+    if by_part and offloads_optimizer(config.raw["zero_optimization"]):
+        raise ConfigError(
+            "optimizer.clip_by part does not go with zero_optimization.offload_optimizer, where DeepSpeed clips by the "
+            "norm of the whole network: remove the one, or set optimizer.clip_by network"
+        )
     check_offload(config, options.kind)
-
-
-class _Buffers:
-    """A network's buffers in the precision that they have before DeepSpeed casts them together with the parameters."""
-
-    def __init__(self, network: Network) -> None:
-        modules, state = dict(network.named_modules()), network.state_dict()
-        self._places: dict[str, tuple[nn.Module, str]] = {}
-        for name, _ in network.named_buffers():
-            owner, _, leaf = name.rpartition(".")
-            self._places[name] = modules[owner], leaf
-        self._in_checkpoints = state.keys() & self._places.keys()
-        self._before = {name: buffer.detach().clone() for name, buffer in self.read().items()}
-
-    def restore(self, device: torch.device) -> None:
-        """Put the buffers back as they were, on `device`."""
-        for name, (owner, leaf) in self._places.items():
-            setattr(owner, leaf, self._before.pop(name).to(device))
-
-    def read(self, saved: bool = False) -> dict[str, Tensor]:
-        """The buffers by name; with `saved` only those that checkpoints hold."""
-        wanted = self._in_checkpoints if saved else self._places.keys()
-        return {name: getattr(owner, leaf) for name, (owner, leaf) in self._places.items() if name in wanted}
 
 
 def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsConfig, clips: bool) -> tuple[Any, Any]:
@@ -284,6 +275,8 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
     Raises ConfigError if DeepSpeed refuses the config.
     """
     import deepspeed
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.zero import stage_1_and_2
 
     # DeepSpeed's throughput timer, whose figures nobody reads, synchronizes the device twice per micro-batch.
     raw = {key: value for key, value in config.raw.items() if key not in LOGGERS}
@@ -300,72 +293,36 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
         raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
     if config.stage == 3:
         _let_go_of(network)
-    if distributed.world_size() == 1:
-        _sum_with_nothing(engine, zero_optimizer, config)
+    if distributed.world_size() == 1 and config.stage == 0:
+        engine.enable_backward_allreduce = False
+    elif distributed.world_size() == 1 and not config.copies_gradients(1):
+        # DeepSpeed would copy each gradient into a bucket and back, two kernels per parameter, and divide it by 1.
+        zero_optimizer.contiguous_gradients = False  # no memory for buckets
+        zero_optimizer.reduce_gradients = lambda **_: zero_optimizer.overlapping_partition_gradients_reduce_epilogue()
     if config.dynamic_loss_scale:
         # A window made NaN to stop the run is no error: the training loop checks `Engine.scale_is_exhausted` instead.
         zero_optimizer.loss_scaler.raise_error_at_min_scale = False
-    _read_finiteness_once(zero_optimizer)
-    _gather_weights_at_once(logged="comms_logger" in config.raw)
+    # Whether to apply the step is read from the device once; DeepSpeed 0.19 reads it up to five times at stages 1 to 3,
+    # from a pass over all gradients too. The norm alone decides: it is infinite or NaN if any gradient is.
+    if hasattr(zero_optimizer, "check_overflow") and not getattr(zero_optimizer, "cpu_offload", False):
+        zero_optimizer.check_overflow = lambda partition_gradients=True: None
+    stage_1_and_2.is_invalid_grad_norm = lru_cache(maxsize=1)(lambda norm: not 0 <= float(norm) < math.inf)
+    gather = utils.all_gather_dp_groups if "comms_logger" in config.raw else _gather_groups
+    for module in (stage_1_and_2, bf16_optimizer):
+        module.all_gather_dp_groups = gather
     return engine, zero_optimizer
 
 
-def _sum_with_nothing(engine: Any, optimizer: Any, config: DsConfig) -> None:
-    """Let a single process use its gradients as they are at stages 0 and 1. DeepSpeed would copy each of them into a
-    bucket and back, two kernels per parameter, and divide the sum by 1."""
-    if config.stage == 0:
-        engine.enable_backward_allreduce = False
-    elif not config.copies_gradients(1):
-        optimizer.contiguous_gradients = False  # no memory for buckets
-        optimizer.reduce_gradients = lambda **_: optimizer.overlapping_partition_gradients_reduce_epilogue()
-
-
-def _read_finiteness_once(optimizer: Any) -> None:
-    """Let DeepSpeed read from the device once per step whether to apply the step, all that the host must know.
-
-    DeepSpeed 0.19 reads this up to five times at stages 1 to 3: from a pass over all gradients, from the norm, and for
-    each group from the same norm again. The norm alone decides: it is infinite or NaN if any gradient is.
-    """
-    import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
-
-    if hasattr(optimizer, "check_overflow") and not getattr(optimizer, "cpu_offload", False):
-        optimizer.check_overflow = lambda partition_gradients=True: None
-    stage_1_and_2.is_invalid_grad_norm = _AskedOnce(lambda norm: not 0 <= float(norm) < math.inf)
-
-
-def _gather_weights_at_once(logged: bool) -> None:
-    """Let ZeRO 1 and 2 gather the new weights of all parameter groups (58 for a ViT-L with learning rates by layer) in
-    one collective. If collectives are `logged`, DeepSpeed's own remain, one per group, with the same result."""
-    from deepspeed.runtime import bf16_optimizer, utils
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    for module in (stage_1_and_2, bf16_optimizer):
-        module.all_gather_dp_groups = utils.all_gather_dp_groups if logged else _gather_groups
-
-
 def _gather_groups(groups_flat: Any, partitioned_param_groups: Any, dp_process_group: list[Any], **_: int) -> None:
+    """Gather the new weights of all parameter groups (58 for a ViT-L with learning rates by layer) in one collective;
+    DeepSpeed's own takes one per group, with the same result."""
     shards = [parts[distributed.rank()] for parts in partitioned_param_groups]
     distributed.gather_in_place(groups_flat, shards, dp_process_group[0])
 
 
-class _AskedOnce:
-    """A question about a tensor, whose answer is kept until it is asked about another tensor."""
-
-    def __init__(self, ask: Callable[[Any], bool]) -> None:
-        self._ask, self._answer = ask, False
-        self._asked_of: Any = None
-
-    def __call__(self, tensor: Any) -> bool:
-        if tensor is not self._asked_of:
-            self._asked_of, self._answer = tensor, self._ask(tensor)
-        return self._answer
-
-
 def _let_go_of(module: nn.Module) -> None:
-    """Let a partitioned `module` be freed with its last user; called once DeepSpeed has made its hooks for it.
-
-    Otherwise a global list of DeepSpeed keeps it, and with it the weights, masters and moments of its engine.
-    """
+    """Let a partitioned `module` be freed with its last user: a global list of DeepSpeed would keep it, and with it
+    the weights, masters and moments of its engine."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as stack
 
     def forget(gone: object) -> None:

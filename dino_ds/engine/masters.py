@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,42 +74,28 @@ def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters
 
 def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
     """The layout of each of `master_shards`: which parameters it holds, and where."""
-    build = _zero3 if hasattr(optimizer, "fp16_groups") else _zero12 if hasattr(optimizer, "bit16_groups") else _bf16
-    return [build(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
+    return [_layout_of_shard(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
 
 
-def _zero3(optimizer: Any, i: int, names: Names) -> PartitionedMasters:
-    layout, offset = [], 0
-    for parameter in optimizer.fp16_groups[i]:
-        piece = parameter.partition_numel()
-        layout.append((names[id(parameter)], offset, piece))
-        offset += piece
-    group = optimizer._get_sub_group_process_group(i)
-    return PartitionedMasters(layout, lambda: optimizer.fp32_partitioned_groups_flat[i].detach(), group)
+def _layout_of_shard(optimizer: Any, i: int, names: Names) -> FlatMasters | PartitionedMasters:
+    def shard() -> Tensor:
+        return master_shards(optimizer)[i].detach()
 
-
-def _zero12(optimizer: Any, i: int, names: Names) -> FlatMasters:
-    # round_robin_gradients reorders a group; these two describe the order in the buffer either way.
-    order = zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i], strict=True)
-    return FlatMasters(
-        optimizer.bit16_groups_flat[i].numel(),
-        [(names[id(p)], offset) for p, offset in order],
-        lambda: optimizer.single_partition_of_fp32_groups[i].detach(),
-        optimizer.real_dp_process_group[i],
-    )
-
-
-def _bf16(optimizer: Any, i: int, names: Names) -> FlatMasters:
-    layout, offset = [], 0
-    for parameter in optimizer.bf16_groups[i]:
-        layout.append((names[id(parameter)], offset))
-        offset += parameter.numel()
-    return FlatMasters(
-        optimizer.bf16_groups_flat[i].numel(),
-        layout,
-        lambda: optimizer.fp32_groups_flat_partition[i].detach(),
-        optimizer.real_dp_process_group[i],
-    )
+    if hasattr(optimizer, "fp16_groups"):  # ZeRO 3
+        parameters = optimizer.fp16_groups[i]
+        sizes = [parameter.partition_numel() for parameter in parameters]
+        group_names = [names[id(parameter)] for parameter in parameters]
+        layout = list(zip(group_names, accumulate([0, *sizes[:-1]]), sizes, strict=True))
+        return PartitionedMasters(layout, shard, optimizer._get_sub_group_process_group(i))
+    if hasattr(optimizer, "bit16_groups"):
+        # round_robin_gradients reorders a group; these two describe the order in the buffer either way.
+        parameters, offsets = optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i]
+        numel = optimizer.bit16_groups_flat[i].numel()
+    else:  # DeepSpeed's BF16_Optimizer
+        parameters, numel = optimizer.bf16_groups[i], optimizer.bf16_groups_flat[i].numel()
+        offsets = accumulate([0, *(parameter.numel() for parameter in parameters[:-1])])
+    order = [(names[id(parameter)], offset) for parameter, offset in zip(parameters, offsets, strict=True)]
+    return FlatMasters(numel, order, shard, optimizer.real_dp_process_group[i])
 
 
 def master_shards(optimizer: Any) -> list[Tensor]:
@@ -163,31 +150,21 @@ class Placement:
     """
 
     def __init__(self, config: DsConfig) -> None:
-        self._device, self._dtype = device(), DTYPES[config.precision]
-        self._partition = _Partitioner(config.raw) if config.stage == 3 else None
+        self._device, self._config = device(), config
+        self._partitioned: Any = None  # the first parameter that was cut
 
     def __call__(self, module: nn.Module) -> None:
         parameters = list(module.parameters(recurse=False))
         for parameter in parameters:
-            parameter.data = parameter.data.to(self._device, self._dtype)
+            parameter.data = parameter.data.to(self._device, DTYPES[self._config.precision])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(self._device))
-        if self._partition is not None and parameters:
-            self._partition(parameters)
-
-
-class _Partitioner:
-    """Cuts parameters into ZeRO 3's partitions by the ds config `raw`."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._raw = raw
-        self._partitioned: Any = None  # the first parameter that was cut
-
-    def __call__(self, parameters: list[nn.Parameter]) -> None:
+        if self._config.stage < 3 or not parameters:
+            return
         if self._partitioned is None:
             import deepspeed
 
-            deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._raw)
+            deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._config.raw)
             self._partitioned = parameters[0]
         else:
             # The way DeepSpeed itself adds parameters to partitioned ones: each Init would make new process groups.

@@ -34,11 +34,6 @@ _LEAST = 2**19
 """Multiplications of a product below which the call through Python costs more than oneDNN saves."""
 
 _by_onednn = True
-_COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Coefficients of x, x^3 and x^5 in an iteration, chosen to bring singular values fast between 0.7 and 1.2."""
-_ITERATIONS = 5
-_RMS = 0.2
-"""Root mean square of AdamW's updates of a matrix."""
 
 
 def on_amd() -> bool:
@@ -128,22 +123,15 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
     for name, module in modules.items():
         whole = isinstance(module, nn.Conv2d) and module.groups == 1 and name != first
         if isinstance(module, nn.Linear) or whole:
-            blocks = _blocks(name, module, modules)
+            parent, _, leaf = name.rpartition(".")
+            after = getattr(modules[parent], "fc2", None) if leaf == "fc1" else None
+            blocks = 3 if leaf == "qkv" else 1
+            if isinstance(module, nn.Linear) and isinstance(after, nn.Linear):
+                blocks = 2 if module.out_features == 2 * after.in_features else 1  # a SwiGLU
             parameters = dict(module.named_parameters(recurse=False))
             counts = {"weight": blocks, "lora_a": 1, "lora_b": blocks}
-            matrices.update({f"{name}.{leaf}": count for leaf, count in counts.items() if leaf in parameters})
+            matrices.update({f"{name}.{key}": count for key, count in counts.items() if key in parameters})
     return matrices
-
-
-def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int:
-    """The number of projections in the weight of a linear layer."""
-    parent, _, leaf = name.rpartition(".")
-    if leaf == "qkv":
-        return 3
-    after = getattr(modules[parent], "fc2", None)
-    if leaf != "fc1" or not isinstance(module, nn.Linear) or not isinstance(after, nn.Linear):
-        return 1
-    return 2 if module.out_features == 2 * after.in_features else 1
 
 
 class Muon(torch.optim.AdamW):
@@ -184,10 +172,8 @@ class Muon(torch.optim.AdamW):
         assert closure is None
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["kind"] != "muon"]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
+        super().step()
+        self.param_groups = groups
         for group in groups:
             tensors = [p for p in group["params"] if p.grad is not None] if group["kind"] == "muon" else []
             if tensors:
@@ -240,13 +226,8 @@ class _Exchange:
         owners = share_out(matrices, len(slices))
         self._mine = [i for i, owner in enumerate(owners) if owner == rank]
         self._matrices = [matrices[i] for i in self._mine]
-
-        def between(source: int, owner: int) -> list[Slice]:
-            return [part for part in slices[source] if owners[part.matrix] == owner]
-
-        ranks = range(len(slices))
-        self._sent = [between(rank, owner) for owner in ranks]
-        self._received = [between(source, rank) for source in ranks]
+        self._sent = [[part for part in slices[rank] if owners[part.matrix] == to] for to in range(len(slices))]
+        self._received = [[part for part in own if owners[part.matrix] == rank] for own in slices]
 
     def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of this rank's slices in the flat `tensor`, and the update of each; takes two collectives."""
@@ -307,7 +288,7 @@ def _orthogonalize(sources: Sequence[Tensor], targets: Sequence[Tensor], matrice
             some = blocks[i : i + at_once]
             lying = sum(not tall for _, _, tall in some)
             y = orthogonalized(torch.stack([block.mT if tall else block for block, _, tall in some]))
-            y.mul_(_RMS * long**0.5)
+            y.mul_(0.2 * long**0.5)  # the root mean square of AdamW's updates
             updates = [*y[:lying].unbind(), *y[lying:].mT.contiguous().unbind()]
             torch._foreach_copy_([update for _, update, _ in some], updates)
 
@@ -316,9 +297,9 @@ def orthogonalized(y: Tensor) -> Tensor:
     """The nearest matrices with orthonormal rows, roughly: (b, m, n) with m <= n -> (b, m, n) with singular values
     between 0.7 and 1.2, and 0 for a matrix of zeros."""
     y = y / y.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5: they bring singular values fast between 0.7 and 1.2
     with tf32(y.is_cuda):  # 11 bits are enough: the iterations are rough by design
-        for _ in range(_ITERATIONS):
+        for _ in range(5):
             squares = torch.bmm(y, y.mT)
             y = torch.baddbmm(y, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), y, beta=a)
     return y

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.config.ds_schema import DsConfig, offloads_optimizer
 from dino_ds.engine.masters import master_shards, shard_groups
 from dino_ds.engine.muon import Muon, matrices_of
 from dino_ds.engine.schedules import ScheduleValues
@@ -55,8 +54,8 @@ class OptimizerOptions:
 ONE_RATE = OptimizerOptions()
 
 
-def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters, at learning rate 0; `fused`: AdamW and SGD in one kernel.
+def build_optimizer(network: Network, options: OptimizerOptions) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters, at learning rate 0, AdamW and SGD in one kernel.
 
     Raises ConfigError where Muon has no matrix to orthogonalize.
     """
@@ -64,8 +63,8 @@ def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = T
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)
     if options.kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, fused=fused, foreach=False)
-    adamw: dict[str, Any] = {"betas": options.betas, "eps": options.eps, "fused": fused, "foreach": False}
+        return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, fused=True, foreach=False)
+    adamw: dict[str, Any] = {"betas": options.betas, "eps": options.eps, "fused": True, "foreach": False}
     if options.kind == "muon":
         named = dict(network.named_parameters())
         blocks = {named[name]: count for name, count in matrices_of(network).items()}
@@ -88,8 +87,12 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
         freezes = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
         kind = "adamw" if options.kind == "muon" and name not in matrices else options.kind
-        key = part, (BACKBONE if freezes else "") + _group_of(name, parameter), multipliers.get(name, 1.0), kind
-        groups.setdefault(key, []).append(parameter)
+        # A parameter that ZeRO 3 has partitioned is empty; its full shape is `ds_shape`.
+        flat = name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
+        group = (BACKBONE if freezes else "") + (NO_DECAY if flat else DECAY)
+        if name.rpartition(".")[0].endswith("prototypes"):  # their learned lengths too, if any
+            group = PROTOTYPES
+        groups.setdefault((part, group, multipliers.get(name, 1.0), kind), []).append(parameter)
     if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
         raise ConfigError(
             "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions, and this network trains "
@@ -116,26 +119,13 @@ def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[s
     }
 
 
-def _group_of(name: str, parameter: nn.Parameter) -> str:
-    if name.rpartition(".")[0].endswith("prototypes"):  # their learned lengths too, if any
-        return PROTOTYPES
-    # A parameter that ZeRO 3 has partitioned is empty; its full shape is `ds_shape`.
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
-
-
 def set_groups(groups: Iterable[dict[str, Any]], schedule: ScheduleValues) -> None:
     """Set lr and weight decay of an optimizer's `groups` for a step; both are 0 in a frozen group."""
-    frozen = {
-        PROTOTYPES: schedule.prototypes_frozen,
-        BACKBONE + DECAY: schedule.backbone_frozen,
-        BACKBONE + NO_DECAY: schedule.backbone_frozen,
-    }
     for group in groups:
-        moves = 0.0 if frozen.get(group["name"]) else 1.0
-        decays = not group["name"].endswith(NO_DECAY)
+        is_backbone = group["name"].startswith(BACKBONE) and schedule.backbone_frozen
+        moves = 0.0 if is_backbone or (group["name"] == PROTOTYPES and schedule.prototypes_frozen) else 1.0
         group["lr"] = schedule.lr * moves * group["lr_multiplier"]
-        group["weight_decay"] = schedule.weight_decay * moves if decays else 0.0
+        group["weight_decay"] = 0.0 if group["name"].endswith(NO_DECAY) else schedule.weight_decay * moves
 
 
 class Lars(torch.optim.Optimizer):
@@ -207,35 +197,6 @@ class Layer(NamedTuple):
     layer: int
     offset: int
     numel: int
-
-
-def check_clip_by_part(config: DsConfig) -> None:
-    """Raises ConfigError if optimizer.clip_by part can't work with this ds config."""
-    if not config.clipping:
-        raise ConfigError(
-            "optimizer.clip_by part clips nothing with gradient_clipping 0: set --ds.gradient_clipping to a norm "
-            "(DINOv2: 3.0), or optimizer.clip_by network"
-        )
-    if offloads_optimizer(config.raw["zero_optimization"]):
-        raise ConfigError(
-            "optimizer.clip_by part does not go with zero_optimization.offload_optimizer, where DeepSpeed clips by the "
-            "norm of the whole network: remove the one, or set optimizer.clip_by network"
-        )
-
-
-def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[nn.Parameter]]:
-    """The trained parameters of `network`, grouped by the part with which they are clipped, in order; at stage 0."""
-    part_of = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
-    parts: dict[str, list[nn.Parameter]] = {}
-    for parameter in filter(lambda p: p.requires_grad, network.parameters()):
-        parts.setdefault(part_of[id(parameter)], []).append(parameter)
-    return list(parts.values())
-
-
-def norm_of_parts(parts: list[list[nn.Parameter]]) -> tuple[Tensor, list[Tensor]]:
-    """The norm of all gradients and the norms of the parts, scalars on the device, at stage 0."""
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), norms
 
 
 def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:

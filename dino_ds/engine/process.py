@@ -39,12 +39,6 @@ _TELLING_SECONDS, _ASKING_SECONDS = 10.0, 2.0
 _called_roll: list[None] = []
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that name network interfaces."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""mallopt's numbers of these two parameters."""
-_COMPILE_PROCESSES = 4
-"""Inductor's compile processes per rank; its default is up to 32, but a step has only some 15 small kernels."""
-_LARGEST_THRESHOLD = 32 * 2**20
-"""Bytes of the largest allocation for which glibc reuses freed memory; it accepts no larger threshold."""
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
@@ -53,9 +47,8 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     Raises ConfigError if the variables of a rank are wrong, there is no GPU for this process, or another program uses
     rank 0's port.
     """
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", str(min(_COMPILE_PROCESSES, len(distributed.usable_cores())))
-    )
+    # Inductor's default is up to 32 compile processes per rank, but a step has only some 15 small kernels.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(distributed.usable_cores()))))
     if not dist.is_initialized():
         check_ranks(os.environ)  # for every command that joins; `train` has checked before its imports
     if not torch.accelerator.is_available():
@@ -71,12 +64,12 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine reads it
     # Without these DeepSpeed looks for MPI. They are removed again: jobs started from here are no ranks of this group.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    before = dict(os.environ)
+    added = alone.keys() - os.environ.keys()
     os.environ.update(alone)
     try:
         _join(timeout)
     finally:
-        for name in alone.keys() - before.keys():
+        for name in added:
             del os.environ[name]
 
 
@@ -152,7 +145,12 @@ def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> 
     """
     _called_roll.append(None)
     prefix = _prefix()
-    source, master = _route()
+    # This machine's address towards the machine of rank 0, and that machine's address as it is known here.
+    (family, _, _, _, address), *_ = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    source = master = str(address[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(address)  # sends nothing
+        source = str(probe.getsockname()[0])
     store.set(f"{prefix}/{mine}", json.dumps([ranks, socket.gethostname(), master]))
     if mine == 0:
         answers = [json.loads(_take(store, f"{prefix}/{rank}")) for rank in _present(store, prefix, ranks, timeout)]
@@ -169,8 +167,12 @@ def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> 
     if len(sizes) > 1:
         text = " and ".join(f"WORLD_SIZE {size} by rank {rank}" for size, rank in sizes.items())
         raise ConfigError(f"ranks disagree on how many they are: {text}; give all of them the same WORLD_SIZE")
-    if several and GLOO not in os.environ:
-        _choose_interface(seen if _is_loopback(source) else source)
+    reached = seen if _is_loopback(source) else source
+    if several and GLOO not in os.environ and not _is_loopback(reached):
+        # By itself gloo takes the interface of the machine's name, which many machines resolve to 127.0.1.1.
+        for name, addresses in psutil.net_if_addrs().items():
+            if reached in [entry.address.partition("%")[0] for entry in addresses]:
+                os.environ.setdefault(GLOO, name)
     return bool(several), str(start)
 
 
@@ -237,87 +239,54 @@ def _say(text: str) -> None:
     print(f"dino_ds: {socket.gethostname()}: {text}; waiting", file=sys.stderr, flush=True)
 
 
-def _route() -> tuple[str, str]:
-    """This machine's address towards the machine of rank 0, and that machine's address as it is known here."""
-    (family, _, _, _, address), *_ = socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0]), str(address[0])
-        except OSError:
-            return str(address[0]), str(address[0])
-
-
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _choose_interface(address: str) -> None:
-    """Have gloo use the interface with this address. By itself it takes the one of the machine's name, which many
-    machines resolve to 127.0.1.1."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if not _is_loopback(address) and address in [entry.address.partition("%")[0] for entry in addresses]:
-            os.environ[GLOO] = name
-            return
 
 
 def _join(timeout: timedelta) -> None:
     deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
-    if accelerator.device_name() == "cpu":
+    local, gpus, ranks = distributed.local_rank(), accelerator.device_count(), distributed.local_world_size()
+    on_cpu = accelerator.device_name() == "cpu"
+    backend = "gloo" if on_cpu else accelerator.communication_backend_name()
+    if on_cpu:
         # DeepSpeed's shared-memory collectives compile for minutes at first use; gloo compiles nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _share_cores()
         _keep_freed_memory()
         if on_amd():
             take_onednn()
-        with rendezvous(timeout) as (store, connecting):
-            if store is not None:
-                _join_by(store, "gloo", connecting)
-            deepspeed.init_distributed("gloo", verbose=False, timeout=connecting)
-        distributed.set_timeouts(timeout.total_seconds())
+    elif local >= gpus:
+        raise ConfigError(
+            f"process {local} of this machine (they count from 0) has no GPU, it sees {gpus}: start one a "
+            "GPU, and let each process see all of them (srun --gpus-per-node, not --gpus-per-task)",
+            said_by_me=local == gpus,  # the first such rank; rank 0 has no error
+        )
     else:
-        local, gpus = distributed.local_rank(), accelerator.device_count()
-        if local >= gpus:
-            raise ConfigError(
-                f"process {local} of this machine (they count from 0) has no GPU, it sees {gpus}: start one a "
-                "GPU, and let each process see all of them (srun --gpus-per-node, not --gpus-per-task)",
-                said_by_me=local == gpus,  # the first such rank; rank 0 has no error
-            )
         accelerator.set_device(local)
-        if distributed.local_world_size() > 1:
-            _share_cores()  # an offloaded optimizer steps on the host
-        with rendezvous(timeout) as (store, _):
-            if store is not None:
-                card = torch.device("cuda", local) if torch.cuda.is_available() else None
-                _join_by(store, accelerator.communication_backend_name(), timeout, card)
-            deepspeed.init_distributed(verbose=False, timeout=timeout)
-
-
-def _join_by(store: dist.Store, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Make the process group that DeepSpeed then finds."""
-    rank, ranks = distributed.rank(), distributed.world_size()
-    dist.init_process_group(backend, timeout=timeout, world_size=ranks, rank=rank, store=store, device_id=device)
-
-
-def _share_cores() -> None:
-    """Give torch's operators on the host this rank's share of the cores, unless the user has set OMP_NUM_THREADS."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
+    # Ranks with GPUs share the cores too: an offloaded optimizer steps on the host.
+    if "OMP_NUM_THREADS" not in os.environ and (on_cpu or ranks > 1):
+        torch.set_num_threads(max(1, len(distributed.usable_cores()) // ranks))
+    with rendezvous(timeout) as (store, connecting):
+        connecting = connecting if on_cpu else timeout
+        if store is not None:  # make the process group that DeepSpeed then finds
+            card = torch.device("cuda", local) if not on_cpu and torch.cuda.is_available() else None
+            rank, world = distributed.rank(), distributed.world_size()
+            dist.init_process_group(
+                backend, timeout=connecting, world_size=world, rank=rank, store=store, device_id=card
+            )
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=connecting)
+    if on_cpu:
+        distributed.set_timeouts(timeout.total_seconds())
 
 
 def _keep_freed_memory() -> None:
     """Have the C library keep the memory that a step frees for the next step, instead of asking the kernel for new
-    pages each time: 80,000 per step for a ViT-Ti/16 on a CPU.
-
-    The peak grows by fragmentation only. The user's MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or glibc tunables
-    take precedence; other C libraries are left alone.
-    """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        return
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(_TRIM_THRESHOLD, -1)
-        mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+    pages each time: 80,000 per step for a ViT-Ti/16 on a CPU. The peak grows by fragmentation only."""
+    chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None and not any(name in os.environ for name in chosen):
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: glibc accepts no larger one
 
 
 def leave() -> None:
@@ -365,11 +334,10 @@ def resident_mib(peak: bool = False) -> float:
 def free_memory() -> str:
     """The free memory of this process's GPU and of the host, in words."""
     host = psutil.virtual_memory()
-    text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
-    if not torch.cuda.is_available():
-        return text
-    free, total = torch.cuda.mem_get_info()
-    return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
+    places = {"host": (host.available, host.total)}
+    if torch.cuda.is_available():
+        places = {"GPU": torch.cuda.mem_get_info(), **places}
+    return ", ".join(f"{f / 2**30:.2f} of {t / 2**30:.1f} GiB are free on the {at}" for at, (f, t) in places.items())
 
 
 def release_memory() -> None:
@@ -390,24 +358,15 @@ def use_deterministic_kernels() -> None:
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON."""
-    first = "deepspeed" not in sys.modules
-    quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
-    with quiet, _without_mlflow():
+    with contextlib.ExitStack() as stack:
+        if "deepspeed" not in sys.modules:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            if "mlflow" not in sys.modules:
+                # DeepSpeed's autotuner, unused here, would import MLflow, which costs 1.5 seconds and a thread.
+                sys.modules["mlflow"] = None  # type: ignore[assignment]
+                stack.callback(sys.modules.pop, "mlflow")
         import deepspeed
     return deepspeed
-
-
-@contextlib.contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """Keep DeepSpeed's autotuner, unused here, from importing MLflow, which costs 1.5 seconds and a thread."""
-    hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
-    if hides:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if hides:
-            del sys.modules["mlflow"]
 
 
 def _quiet_deepspeed() -> None:

@@ -69,7 +69,7 @@ class Disk:
         self._thread = threading.Thread(target=keep_value, daemon=True)
         self._thread.start()
         self._thread.join(self._limit_seconds)
-        return values[0] if values else otherwise
+        return next(iter(values), otherwise)
 
 
 def create_exclusively(path: Path, text: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters
+from dino_ds.engine.state import MASTER, MOMENTS, SavedParameters
 from dino_ds.errors import CheckpointError
 from tests.engine.harness import (
     OPTIMIZERS,
