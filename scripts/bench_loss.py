@@ -6,7 +6,6 @@ what the step does of it; the teacher's update beside a copy of as many bytes, w
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import fire
@@ -20,7 +19,7 @@ from dino_ds.engine.process import device
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.dino import DINO
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.planning.bench.ladder import build_ladder_step, last_exact
+from dino_ds.planning.bench.step import all_steps, build_ladder_step
 from dino_ds.planning.measure import EPOCH_STEPS, about, begin, clock_name, heading, time_interleaved
 
 EMA_BYTES = 12
@@ -33,7 +32,8 @@ def main(config: str = "vitti16", batch: int | None = None, steps: int = 7, thre
 
 
 def measure(recipe: Recipe, batch: int, steps: int) -> None:
-    trial = build_ladder_step(dataclasses.replace(last_exact(), name="step"), recipe, batch)
+    exact = [step for step in all_steps() if step.exact]
+    trial = build_ladder_step(exact[-1], recipe, batch)
     teacher = trial.step.teachers["ema"]
     weights = sum(p.numel() for p in teacher.network.parameters())
     source = torch.ones(EMA_BYTES * weights // 8, device=device())  # read and written once: 8 bytes a number

@@ -22,7 +22,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.engine.process import init_distributed, resident_mib
 from dino_ds.options.definition import Result
-from dino_ds.planning.bench.ladder import CLIPPING
+from dino_ds.planning.bench.step import CLIPPING
 from dino_ds.planning.measure import MEMORY_STEPS, MIB, build_trial, describe_host, heading, resolve, run_in_child
 
 RECIPES = ("vitti16", "vits16", "vitb16")

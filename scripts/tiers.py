@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import CHECKOUT
+from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB
+from dino_ds.costs.memory import GIB, Memory
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.planning.fit import FILLED, GPUS, SHAPES, Cluster, Fit, Gpu, Shape, ds_of, fit_with, recommend
+from dino_ds.planning.fit import FILLED, GPUS, SHAPES, Cluster, Gpu, Shape, ds_of, fit, recommend
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
 README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "notes" / "scaling.md"
@@ -101,11 +102,12 @@ CASES = [
 
 @dataclass(frozen=True)
 class TierConfig:
-    """The config of a case: `ds` is the content of the file `name`, `fit` its memory on the case's GPUs."""
+    """The config of a case: `ds` is the content of the file `name`, and it needs `memory` on the case's GPUs."""
 
     name: str
     ds: dict[str, Any]
-    fit: Fit
+    config: DsConfig
+    memory: Memory
 
 
 Planned = list[tuple[Case, TierConfig | None]]
@@ -123,10 +125,10 @@ def plan_case(case: Case) -> TierConfig | None:
     shapes = SHAPES if case.nodes == 1 else [Shape(3, "", False), Shape(3, "", True)]
     make_ds = functools.partial(_ds_json, case, recipe)
     try:
-        best = recommend(recipe, cluster, FILLED * case.card.memory_gib, shapes, make_ds)
+        shape, *found = recommend(recipe, cluster, FILLED * case.card.memory_gib, shapes, make_ds)
     except ConfigError:
         return None
-    return TierConfig(_name(case, best.shape), best.ds, best.fit)
+    return TierConfig(_name(case, shape), *found)
 
 
 def _name(case: Case, shape: Shape) -> str:
@@ -192,11 +194,11 @@ def _cells(case: Case, found: TierConfig | None) -> list[str]:
     start = [case.tier.replace("_", " "), gpus, name, str(recipe.crops.num_local)]
     if found is None:
         ds = _ds_json(case, recipe, Shape(3, "", True), case.card.bf16)
-        parts = fit_with(recipe, ds, "", case.ranks, 0.0, 1).memory.parts
+        parts = fit(recipe, ds, "", case.ranks, 1)[1].parts
         teachers, least = sum(n for part, n in parts.items() if "teacher" in part), sum(parts.values())
         why = f"{least / GIB:.1f} with one image, {teachers / GIB:.1f} of it teachers"
         return [*start, *["–"] * 6, "does not fit", memory, why]
-    config, zero = found.fit.config, found.ds["zero_optimization"]
+    config, zero = found.config, found.ds["zero_optimization"]
     host = [word for key, word in (("optimizer", "optimizer"), ("param", "weights")) if f"offload_{key}" in zero]
     return [
         *start,
@@ -206,7 +208,7 @@ def _cells(case: Case, found: TierConfig | None) -> list[str]:
         config.precision,
         "all blocks" if config.checkpoint_blocks == "all" else "–",
         " and ".join(host) or "–",
-        f"{found.fit.memory.gib:.1f}",
+        f"{found.memory.gib:.1f}",
         memory,
         f"`{found.name}`",
     ]
@@ -218,8 +220,8 @@ def parts_table(recipe_name: str, micro_batch: int, nodes: tuple[int, ...] = (1,
     columns = []
     for n in nodes:
         case = Case("80gb", recipe_name, 8, n)
-        fit = fit_with(recipe, _ds_json(case, recipe, shape, bf16=True), "", case.ranks, 0.0, micro_batch)
-        columns.append({name: size / GIB for name, size in fit.memory.parts.items()})
+        _, memory = fit(recipe, _ds_json(case, recipe, shape, bf16=True), "", case.ranks, micro_batch)
+        columns.append({name: size / GIB for name, size in memory.parts.items()})
     names = sorted({name for column in columns for name in column}, key=lambda name: -columns[0].get(name, 0.0))
     rows = [(name, [column.get(name, 0.0) for column in columns]) for name in names]
     rows.append(("**sum**", [sum(column.values()) for column in columns]))

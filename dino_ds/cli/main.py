@@ -306,7 +306,7 @@ def function_of(command: str) -> Callable[..., Result | None]:
         case "bench step":
             from dino_ds.planning.bench.step import run
         case "bench ladder":
-            from dino_ds.planning.bench.ladder import run
+            from dino_ds.planning.bench.step import run_ladder as run
         case "bench tune":
             from dino_ds.commands.tune import run
         case "bench inference":

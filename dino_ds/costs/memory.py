@@ -7,7 +7,7 @@ part is arithmetic. Tests compare both with the tensors of a DeepSpeed engine an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.crops import EMA
@@ -18,18 +18,9 @@ from dino_ds.method.specs.own import teachers_of
 
 GIB = 2**30
 _FP32 = 4
-MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}
+_MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}
 """Bytes of the moments that each kind of optimizer keeps for a weight."""
-# DeepSpeed's defaults.
-_PERSISTENCE_THRESHOLD = 100_000
-_MAX_LIVE = 1_000_000_000
-_TEACHER = "a teacher's forward pass"
-_MOMENTS = {
-    "targets": "the targets",
-    "student": "the loss",
-    "loss": "the loss",
-    "backward": "the backward pass",
-}
+_MOMENTS = {"targets": "the targets", "student": "the loss", "loss": "the loss", "backward": "the backward pass"}
 """The moment of a step in words, by part; heads compute their losses in the student's part."""
 
 
@@ -87,9 +78,9 @@ def estimate_memory(
                     "buckets": 0 if unwritten else buckets,
                 }
             alive = _alive(name, max(size - beyond, 0.0), costs, min(costs.window, window))
-            moments.append(Memory(_MOMENTS.get(name, _TEACHER), engine_bytes | alive))
+            moments.append(Memory(_MOMENTS.get(name, "a teacher's forward pass"), engine_bytes | alive))
     peak = max(moments, key=lambda moment: moment.gib)
-    common = state_bytes(sizes, config, world_size, on_gpu, facts.frozen, moment_bytes(facts.groups))
+    common = state_bytes(facts, config, world_size, on_gpu)
     copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
     common["teacher copy"] = 2 * sum(sizes[name] for name in facts.cast) if copies else 0
     titles = {spec.name: spec.title for spec in teachers_of(recipe)}
@@ -113,46 +104,29 @@ def _alive(name: str, size: float, costs: StepCosts, window: int) -> dict[str, i
     return {"targets": round(targets), "activations": round(saved), working: round(size - targets - saved)}
 
 
-def state_bytes(
-    sizes: Mapping[str, int],
-    config: DsConfig,
-    world_size: int,
-    on_gpu: bool,
-    frozen: Collection[str] = (),
-    moments: int | None = None,
-) -> dict[str, int]:
+def state_bytes(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> dict[str, int]:
     """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
 
-    frozen: names of the weights that are never trained. moments: bytes of all moments, AdamW's if not given. ZeRO 1 and
-    2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights are the
-    teacher's own tensors where they are not sharded.
+    ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights
+    are the teacher's own tensors where they are not sharded.
     """
-    total = sum(sizes.values())
-    trained = total - sum(sizes[name] for name in frozen)
-    shards = world_size if config.stage else 1
-    elements = trained if config.precision == "fp32" and config.stage < 3 else total
-    student = element_bytes(config) * elements // (world_size if config.stage == 3 else 1)
+    zero, element, sizes = config.raw["zero_optimization"], element_bytes(config), facts.sizes
+    total, trained = sum(sizes.values()), sum(facts.trained.values())
+    copied = trained if config.precision == "fp32" and config.stage < 3 else total
+    student = element * copied // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
-        least = _persistent_below(config)
-        student += element_bytes(config) * sum(n for n in sizes.values() if n <= least)
-    masters = 4 * trained if config.stage else 0
-    zero = config.raw["zero_optimization"]
-    on_host = on_gpu and offloads_optimizer(zero)
-    moments = MOMENT_BYTES["adamw"] * trained if moments is None else moments
-    params_on_host = on_gpu and offloads_weights(zero)
+        student += element * sum(n for n in sizes.values() if n <= _persistent_below(config))
+    learning = sum(_MOMENT_BYTES[kind] * elements for kind, elements in facts.groups)
+    if config.stage:  # which has masters, and shards them with the moments
+        learning = (_FP32 * trained + learning) // world_size
     # ZeRO++: each node keeps a second copy of the weights, sharded over its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
-        "student": 0 if params_on_host else student,
-        "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
-        "masters and moments": 0 if on_host else (masters + moments) // shards,
+        "student": 0 if on_gpu and offloads_weights(zero) else student,
+        "second copy of the student": element * total // node if node > 1 else 0,
+        "masters and moments": 0 if on_gpu and offloads_optimizer(zero) else learning,
         "teacher": _FP32 * total,
     }
-
-
-def moment_bytes(groups: Iterable[tuple[str, int]]) -> int:
-    """Bytes of the moments of parameter groups, given as (kind of optimizer, elements)."""
-    return sum(MOMENT_BYTES[kind] * elements for kind, elements in groups)
 
 
 def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
@@ -184,10 +158,8 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
     zero = config.raw["zero_optimization"]
     if config.stage < 3 or (world_size == 1 and not offloads_weights(zero)):
         return 0
-    live = zero.get("stage3_max_live_parameters", _MAX_LIVE)
-    least = _persistent_below(config)
-    sharded = sum(n for n in sizes.values() if n > least)
-    return element_bytes(config) * min(sharded, live)
+    sharded = sum(n for n in sizes.values() if n > _persistent_below(config))
+    return element_bytes(config) * min(sharded, zero.get("stage3_max_live_parameters", 1_000_000_000))
 
 
 def _optimizer_scratch(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> int:
@@ -221,5 +193,4 @@ def _gradient_element(config: DsConfig) -> int:
 
 def _persistent_below(config: DsConfig) -> int:
     """ZeRO 3: parameters of this many elements or fewer stay whole."""
-    zero = config.raw["zero_optimization"]
-    return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
+    return int(config.raw["zero_optimization"].get("stage3_param_persistence_threshold", 100_000))

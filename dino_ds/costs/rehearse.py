@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -56,12 +57,8 @@ _aten = torch.ops.aten
 
 @dataclass
 class RecordedPart:
-    """One part of a micro-batch.
-
-    flops: of all products.
-    computes: whether any of its operators does more than view a tensor.
-    moments: (elements of finished gradients, most bytes alive meanwhile).
-    """
+    """flops: of all products. computes: whether any operator does more than view a tensor. moments: (elements of
+    finished gradients, most bytes alive meanwhile)."""
 
     flops: float = 0.0
     computes: bool = False
@@ -97,12 +94,17 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def listening(self, student: nn.Module, teachers: Mapping[str, nn.Module]) -> Iterator[None]:
         """A context that records a step of these networks: parts, fused functions, the teachers' passes."""
+
+        def finish(parameter: Tensor) -> None:
+            self.done += parameter.numel()
+            parameter.grad = None
+
+        for parameter in student.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(finish)
         for name, network in teachers.items():
-            self._watch(f"teacher {name}", network)
-        self._free_gradients(student)
-        with self, ExitStack() as stack:
-            stack.enter_context(listen(self))
-            stack.enter_context(listen_to_kernels(self.as_kernels))
+            network.forward = self(f"teacher {name}")(network.forward)
+        with self, listen(self), listen_to_kernels(self.as_kernels):
             yield
 
     @contextmanager
@@ -116,43 +118,17 @@ class Recorder(TorchDispatchMode):
             self._fused = False
         self._note()
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        """Record the forward pass of `module` as the part `name`."""
-        entered: list[Any] = []
-
-        def begin(*_: Any) -> None:
-            entered.append(self(name))
-            entered[-1].__enter__()
-
-        def end(*_: Any) -> None:
-            entered.pop().__exit__(None, None, None)
-
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
-
-    def _free_gradients(self, network: nn.Module) -> None:
-        """Count each gradient when it is finished, and free it."""
-
-        def finish(parameter: Tensor) -> None:
-            self.done += parameter.numel()
-            parameter.grad = None
-
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(finish)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for tensor in made:
+        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
                 size, key = storage.nbytes(), storage._cdata
                 self.live += size
-                self._seen[key] = weakref.ref(storage, functools.partial(self._freed, size, key))
+                self._seen[key] = weakref.ref(storage, partial(self._freed, size, key))
         if not self._fused:
             self._note()
             if not is_idle(func):
@@ -160,7 +136,6 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count an operator that computes something."""
         part = self.parts[self._name]
         part.computes = True
         if (formula := FORMULAS.get(func._overloadpacket)) is not None:
@@ -198,40 +173,22 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
-def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """FLOPs of the backward pass of attention; torch's own formula also counts what is recomputed."""
-    return int(4 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
-
-
-def _addmm_in_place(_: Any, a: Any, b: Any, **__: Any) -> int:
-    return int(2 * a.shape[0] * a.shape[1] * b.shape[1])
-
-
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    _aten.addmm_: _addmm_in_place,
+    _aten.addmm_: lambda _, a, b, **__: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
     _aten.convolution_backward: _convolution_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # torch's own formula also counts what is recomputed.
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *qkv, **__: 2 * _attention(*qkv),
 }
 """FLOPs of an operator from its arguments and its result."""
 
 
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """A context in which attention is a fused kernel, as on all devices: it keeps queries, keys, values, the result and
-    one number per query, never the attention weights. By default fake tensors would use the plain formula."""
-    plain = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = functools.partial(_fused, plain)
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = plain
-
-
-def _fused(
+def _fused_attention(
     plain: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *more: Any, **rest: Any
 ) -> Any:
+    """Attention by a fused kernel, as on all devices: it keeps queries, keys, values, the result and one number per
+    query, never the attention weights. By default fake tensors would use the plain formula."""
     if more or (attn_mask is not None and attn_mask.requires_grad):
         return plain(q, k, v, attn_mask, *more, **rest)
     if torch.is_autocast_enabled("cpu"):
@@ -244,8 +201,7 @@ _EPOCH_STEPS, _CPU = 1000, torch.device("cpu")
 
 
 def describe_student(recipe: Recipe, frozen: ViTSpec | None) -> dict[str, Any]:
-    """The student's weights and the objective's statistics, as `StudentFacts` in plain JSON. frozen: as in
-    `RehearsalSettings`."""
+    """`StudentFacts` in plain JSON; frozen: as in `RehearsalSettings`."""
     _read_widths(recipe, frozen)
     with rehearsal("cpu"), FakeTensorMode():
         objective = build_objective(recipe, _CPU, _frozen_source(recipe, frozen))
@@ -285,30 +241,26 @@ def rehearse(
     if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
         for _ in range(2):  # the first collection may release another engine
             gc.collect()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
-        played = _Rehearsal(recipe, settings, groups, images, fake)
+    fake, functions, available = FakeTensorMode(allow_non_fake_inputs=True), nn.functional, torch.cuda.is_available()
+    replaced: list[tuple[Any, str, Any]] = [
+        (functions, "linear", torch._C._nn.linear),  # an engine of ZeRO 3 has left DeepSpeed's
+        (functions, "scaled_dot_product_attention", partial(_fused_attention, functions.scaled_dot_product_attention)),
+        (nn.Module, "to_empty", functools.partialmethod(_to_empty, fake)),
+        (torch.cuda, "is_available", lambda: available),  # fake tensors ask at each operator: it opens a library
+    ]
+    with rehearsal("cuda" if on_gpu else "cpu"), ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        alone = _single_rank_recipe(recipe)
+        engine, step = _build_step(alone, settings, groups, images, fake)
         with fake:
-            costs = played.run(recorder)
+            window = [_inputs(alone, groups, images) for _ in range(settings.window)]
+            costs = _play(engine, step, window, recorder)
     if recipe.teacher.source is not None and settings.frozen is None:  # unknown: the student's took its place
         costs["parts"].pop(f"teacher {FROZEN}", None)
         costs["teachers"].pop(FROZEN, None)
     return costs
-
-
-@contextmanager
-def _as_on_a_device(fake: FakeTensorMode) -> Iterator[None]:
-    """A context with the attention kernel of real devices, with fake tensors where modules would allocate memory, and
-    with torch's linear function where an engine of ZeRO 3 has left DeepSpeed's."""
-    before, available = (nn.functional.linear, nn.Module.to_empty, torch.cuda.is_available), torch.cuda.is_available()
-    nn.functional.linear = torch._C._nn.linear
-    torch.cuda.is_available = lambda: available  # fake tensors ask at each operator, and each call opens a library
-    nn.Module.to_empty = functools.partialmethod(_to_empty, fake)  # type: ignore[assignment]
-    try:
-        with fused_attention():
-            yield
-    finally:
-        nn.functional.linear, nn.Module.to_empty, torch.cuda.is_available = before  # type: ignore[method-assign]
 
 
 def _to_empty(
@@ -325,91 +277,73 @@ def _to_empty(
     return network
 
 
-class _Rehearsal:
-    """Everything that a step consists of. Networks are built on the meta device, not on fake tensors: some read numbers
-    while they are built."""
+def _build_step(
+    recipe: Recipe, settings: RehearsalSettings, groups: Sequence[CropGroup], images: int, fake: FakeTensorMode
+) -> tuple[_FakeEngine, TrainingStep]:
+    """Networks are built on the meta device, not on fake tensors: some read numbers while they are built."""
+    frozen = _frozen_source(recipe, settings.frozen)
+    with fake:
+        objective = build_objective(recipe, _CPU, frozen)
+    network = build_meta(recipe, settings.performance, objective.queries, objective.student_features())
+    with fake:
+        masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
+    _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
+    blocks = settings.checkpoint_blocks
+    network.backbone.checkpoint_segments(None if blocks == "all" else int(blocks))
+    config = DsConfig({}, images, settings.window, 0, settings.precision, False, 0.0, blocks, settings.performance)
+    engine = _FakeEngine(network.train(), config, masters)
+    real = cast(Engine, engine)
+    teachers = build_teachers(recipe, config, real, objective, frozen)
+    step = TrainingStep(real, teachers, objective, build_schedules(recipe, _EPOCH_STEPS), groups, recipe.seed)
+    last = step.schedules.at(step.schedules.steps)
+    weights = {name: weight or 1.0 for name, weight in last.weights.items()}
+    step.schedule = dataclasses.replace(last, weights=weights)
+    return engine, step
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        settings: RehearsalSettings,
-        groups: Sequence[CropGroup],
-        images: int,
-        fake: FakeTensorMode,
-    ) -> None:
-        recipe = _single_rank_recipe(recipe)
-        frozen, window = _frozen_source(recipe, settings.frozen), settings.window
-        with fake:
-            objective = build_objective(recipe, _CPU, frozen)
-            self._window = [_inputs(recipe, groups, images) for _ in range(window)]
-        network = build_meta(recipe, settings.performance, objective.queries, objective.student_features())
-        with fake:
-            masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
-        _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
-        segments = None if settings.checkpoint_blocks == "all" else int(settings.checkpoint_blocks)
-        network.backbone.checkpoint_segments(segments)
-        kept, how = settings.checkpoint_blocks, settings.performance
-        config = DsConfig({}, images, window, 0, settings.precision, False, 0.0, kept, how)
-        self._engine = _FakeEngine(network.train(), config, masters)
-        engine = cast(Engine, self._engine)
-        teachers = build_teachers(recipe, config, engine, objective, frozen)
-        self._step = TrainingStep(
-            engine, teachers, objective, build_schedules(recipe, _EPOCH_STEPS), groups, recipe.seed
-        )
-        last = self._step.schedules.at(self._step.schedules.steps)
-        weights = {name: weight or 1.0 for name, weight in last.weights.items()}
-        self._step.schedule = dataclasses.replace(last, weights=weights)
-        self._network, self._teachers, self._images = network, dict(teachers.items()), images
 
-    def run(self, make_recorder: Callable[[Iterable[Tensor]], Recorder]) -> dict[str, Any]:
-        """Prepare the window's targets and run its first micro-batch. Returns `StepCosts` as plain JSON."""
-        step, teachers, window = self._step, self._teachers, self._window
-        modules = [
-            self._network,
-            *(network for teacher in teachers.values() for network in (teacher.network, teacher._running)),
-        ]
-        known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        inputs = tree_leaves([(batch.crops, batch.drop_keys, batch.masks) for batch in window])
-        recorder = make_recorder([*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))])
-        self._engine.recorder = recorder
-        running = {name: teacher._running for name, teacher in teachers.items()}
-        with recorder.listening(self._network, running):
-            step.prepare(window)
-            held = recorder.live
-            step.micro_batch(window[0])
-        prepared = [name for name in recorder.parts if name.startswith("teacher") or name == "targets"]
-        return {
-            "images": self._images,
-            "parts": {
-                name: {"flops": part.flops / (len(window) if name in prepared else 1), "moments": part.moments}
-                for name, part in recorder.parts.items()
-                if part.computes
-            },
-            "saved": self._engine.saved - held,
-            "held": held / len(window),
-            "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
-            "window": len(window),
-            "teachers": {
-                name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()
-            },
-        }
+def _play(
+    engine: _FakeEngine, step: TrainingStep, window: list[Batch], make_recorder: Callable[[Iterable[Tensor]], Recorder]
+) -> dict[str, Any]:
+    """Prepare the window's targets and run its first micro-batch; returns `StepCosts` as plain JSON."""
+    teachers = dict(step.teachers.items())
+    networks = [engine.network, *(n for teacher in teachers.values() for n in (teacher.network, teacher._running))]
+    known = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
+    inputs = tree_leaves([(batch.crops, batch.drop_keys, batch.masks) for batch in window])
+    engine.recorder = recorder = make_recorder([*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))])
+    with recorder.listening(engine.network, {name: teacher._running for name, teacher in teachers.items()}):
+        step.prepare(window)
+        held = recorder.live
+        step.micro_batch(window[0])
+    prepared = [name for name in recorder.parts if name.startswith("teacher") or name == "targets"]
+    return {
+        "images": engine.config.micro_batch,
+        "parts": {
+            name: {"flops": part.flops / (len(window) if name in prepared else 1), "moments": part.moments}
+            for name, part in recorder.parts.items()
+            if part.computes
+        },
+        "saved": engine.saved - held,
+        "held": held / len(window),
+        "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
+        "window": len(window),
+        "teachers": {name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()},
+    }
 
 
 class _FakeEngine:
-    """An engine with the methods that `TrainingStep` and teachers call, without DeepSpeed. saved: bytes alive before
-    the backward pass."""
+    """What a step calls of an engine, without DeepSpeed. saved: bytes alive before the backward pass."""
 
     unsynced_statistics = list
     recorder: Recorder
 
     def __init__(self, network: Network, config: DsConfig, masters: list[tuple[str, Tensor]]) -> None:
-        self.config, self.device, self._network, self._masters, self.saved = config, _CPU, network, masters, 0
+        self.config, self.device, self.network, self._masters, self.saved = config, _CPU, network, masters, 0
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._network(*inputs)
+        return self.network(*inputs)
 
     def masters(self) -> list[Masters]:
-        parameters: dict[str, Any] = dict(self._network.named_parameters())
+        parameters: dict[str, Any] = dict(self.network.named_parameters())
         for name, value in self._masters:
             parameters[name].fp32_value = value
         frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
@@ -419,7 +353,7 @@ class _FakeEngine:
         ]
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
-        return dict(self._network.named_buffers())
+        return dict(self.network.named_buffers())
 
     def backward(self, loss: Tensor) -> None:
         self.saved = self.recorder.live
@@ -443,8 +377,7 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
 
 
 def _read_widths(recipe: Recipe, frozen: ViTSpec | None) -> None:
-    """Find the widths of student and frozen teacher, before tensors are fake: a network that is not dino_ds's is built
-    for it."""
+    """Build a network that is not dino_ds's for its width, before tensors are fake."""
     for spec in (recipe.model.spec(), frozen):
         _ = spec and spec.width
 
@@ -470,15 +403,11 @@ def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Batch:
         crops[group.name] = [torch.empty(shape) for _ in range(group.count)]
         if group.masked:
             patches = (group.size // recipe.model.spec().stride) ** 2
-            hidden = round(images * group.count * patches * expected_hidden(recipe))
+            share = recipe.crops.mask_share * sum(recipe.crops.mask_ratio) / 2
+            hidden = round(images * group.count * patches * share)
             masks[group.name] = {
                 "mask": torch.zeros(images * group.count, patches, dtype=torch.bool),
                 "rows": torch.zeros(hidden, dtype=torch.int64),
                 "weights": torch.ones(hidden),
             }
     return Batch(crops, torch.zeros(images, dtype=torch.int64), masks)
-
-
-def expected_hidden(recipe: Recipe) -> float:
-    """Expected share of the patches of masked groups that are hidden."""
-    return recipe.crops.mask_share * sum(recipe.crops.mask_ratio) / 2

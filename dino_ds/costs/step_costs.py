@@ -10,8 +10,9 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -31,7 +32,6 @@ from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.own import teachers_of, terms_of
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 
-_MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
 """Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
 _T = TypeVar("_T")
@@ -51,38 +51,61 @@ _LINES = {True: (4, 32, 64), False: (8, 64)}
 """Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
 Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
 so small that rehearsing many images takes minutes: there larger sizes always use the last line."""
-_NUMBERS = "saved", "held", "crops"
-_SILENT_SECONDS = 3.0
 
 
-def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
-    """The costs of the config's micro-batch in the largest of the recipe's resolutions.
+def step_costs(
+    recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True, groups: tuple[CropGroup, ...] | None = None
+) -> StepCosts:
+    """The costs of the config's micro-batch with the crops `groups`, by default those of the largest resolution.
 
     exact: rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and
     with two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the
     values of tensors.
     """
-    return _of_groups(recipe, config, recipe.groups, on_gpu, exact)
+    groups = groups or recipe.groups
+    images, sizes = config.micro_batch, _LINES[on_gpu]
+    exact = exact and (on_gpu or images <= sizes[-1])
+    window = 1
+    if student_facts(recipe).whole_step:  # a third micro-batch costs as much as the second
+        window = min(config.accumulation, 2) if exact else 2
+    settings = RehearsalSettings.of(recipe, config, window)
+    if exact or images in sizes:
+        return _rehearsed(recipe, settings, groups, images, on_gpu)
+    pair = sizes[:2] if images <= sizes[1] else sizes[-2:]
+    few, many = (_rehearsed(recipe, settings, groups, size, on_gpu) for size in pair)
+    along = (images - few.images) / (many.images - few.images)
+
+    def between(a: float, b: float) -> float:
+        return max(a + along * (b - a), 0.0)
+
+    parts = {}
+    for name, part in many.parts.items():
+        other = few.parts[name]
+        if len(other.moments) != len(part.moments):
+            raise NotEstimated("memory is not estimated: the network does other things for other batches")
+        moments = [(done, between(a, b)) for (_, a), (done, b) in zip(other.moments, part.moments, strict=True)]
+        parts[name] = PartCosts(between(other.flops, part.flops), moments)
+    numbers: dict[str, Any] = {of: between(getattr(few, of), getattr(many, of)) for of in ("saved", "held", "crops")}
+    return dataclasses.replace(many, images=images, parts=parts, **numbers)
 
 
 def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, float]:
     """Mean FLOPs of a micro-batch by part, over the steps of all resolutions. Raises NotEstimated."""
-    mean: dict[str, float] = {}
+    mean = defaultdict[str, float](float)
     for resolution in recipe.resolutions:
-        costs = _of_groups(recipe, config, recipe.groups_of(resolution), on_gpu, exact=True)
+        costs = step_costs(recipe, config, on_gpu, groups=recipe.groups_of(resolution))
         for name, part in costs.parts.items():
-            mean[name] = mean.get(name, 0.0) + resolution.share * part.flops
+            mean[name] += resolution.share * part.flops
     return mean
 
 
-def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
-    """FLOPs per image by part, in micro-batches of `images`, of the whole model, as is usual for MFU: with every branch
-    and all tokens of the last block, and without recomputation. Raises NotEstimated."""
+def model_flops(recipe: Recipe) -> dict[str, float]:
+    """FLOPs per image by part, in micro-batches of two, of the whole model, as is usual for MFU: with every branch and
+    all tokens of the last block, and without recomputation. Raises NotEstimated."""
     model = recipe.model.model_copy(update={"drop_path": 0.0})
     whole = recipe.model_copy(update={"model": model})
-    performance = PerformanceOptions(cls_only_last_block=False)
-    config = DsConfig({}, images, 1, 0, "fp32", False, 0.0, 0, performance)
-    return {name: flops / images for name, flops in mean_flops(whole, config, on_gpu=True).items() if flops}
+    config = DsConfig({}, 2, 1, 0, "fp32", False, 0.0, 0, PerformanceOptions(cls_only_last_block=False))
+    return {name: flops / 2 for name, flops in mean_flops(whole, config, on_gpu=True).items() if flops}
 
 
 @functools.cache
@@ -127,11 +150,7 @@ class StepCosts:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class PartCosts:
-    """A part of a micro-batch.
-
-    flops: of all its products.
-    moments: (elements of gradients that are finished, most bytes alive meanwhile).
-    """
+    """flops: of all products of a part. moments: (elements of finished gradients, most bytes alive meanwhile)."""
 
     flops: float
     moments: Sequence[tuple[int, float]]
@@ -171,20 +190,6 @@ class StudentFacts:
         return 5.0 * sum(n * (4 * rows**2 * columns + 2 * rows**3) for rows, columns, n in every)
 
 
-def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool, exact: bool) -> StepCosts:
-    images, sizes = config.micro_batch, _LINES[on_gpu]
-    exact = exact and (on_gpu or images <= sizes[-1])
-    window = 1
-    if student_facts(recipe).whole_step:  # a third micro-batch costs as much as the second
-        window = min(config.accumulation, 2) if exact else 2
-    settings = RehearsalSettings.of(recipe, config, window)
-    if exact or images in sizes:
-        return _rehearsed(recipe, settings, groups, images, on_gpu)
-    pair = sizes[:2] if images <= sizes[1] else sizes[-2:]
-    few, many = (_rehearsed(recipe, settings, groups, size, on_gpu) for size in pair)
-    return _on_line(few, many, images)
-
-
 @dataclass(frozen=True)
 class RehearsalSettings:
     """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step; frozen: the
@@ -212,15 +217,20 @@ def _rehearsed(
     recipe: Recipe, settings: RehearsalSettings, groups: tuple[CropGroup, ...], images: int, on_gpu: bool
 ) -> StepCosts:
     def make() -> Any:
-        with _said(f"rehearsing a step of {images} images on tensors without memory, to predict what it needs"):
+        text = f"dino_ds: rehearsing a step of {images} images on tensors without memory, to predict what it needs"
+        message = threading.Timer(3.0, print, [text], {"file": sys.stderr, "flush": True})  # people wait no longer
+        message.daemon = True
+        message.start()
+        try:
             from dino_ds.costs.rehearse import rehearse
 
-            try:
-                return rehearse(recipe, settings, groups, images, on_gpu)
-            except UserError:
-                raise
-            except Exception as error:  # whatever a foreign network raises
-                raise NotEstimated(f"memory is not estimated: {one_line(error)}") from None
+            return rehearse(recipe, settings, groups, images, on_gpu)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a foreign network raises
+            raise NotEstimated(f"memory is not estimated: {one_line(error)}") from None
+        finally:
+            message.cancel()
 
     about = {
         "recipe": _learned(recipe),
@@ -232,38 +242,8 @@ def _rehearsed(
     return kept(about, StepCosts, make, _own_code(recipe))
 
 
-@contextmanager
-def _said(text: str) -> Iterator[None]:
-    """A context that prints `text` if it takes longer than people wait without a message."""
-    timer = threading.Timer(_SILENT_SECONDS, print, [f"dino_ds: {text}"], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
-    """The costs of `images` images on the line through two sizes, `few` and `many`."""
-    along = (images - few.images) / (many.images - few.images)
-
-    def between(a: float, b: float) -> float:
-        return max(a + along * (b - a), 0.0)
-
-    parts = {}
-    for name, part in many.parts.items():
-        other = few.parts[name]
-        if len(other.moments) != len(part.moments):
-            raise NotEstimated("memory is not estimated: the network does other things for other batches")
-        moments = [(done, between(a, b)) for (_, a), (done, b) in zip(other.moments, part.moments, strict=True)]
-        parts[name] = PartCosts(between(other.flops, part.flops), moments)
-    numbers: dict[str, Any] = {of: between(getattr(few, of), getattr(many, of)) for of in _NUMBERS}
-    return dataclasses.replace(many, images=images, parts=parts, **numbers)
-
-
 def _learned(recipe: Recipe) -> dict[str, Any]:
-    """The part of a recipe on which a micro-batch's costs or the student's weights may depend."""
+    """What a micro-batch's costs or the student's weights may depend on."""
     return recipe.model_dump(mode="json", exclude=_ELSEWHERE) | {
         "backbone": repr(recipe.model.spec()),
         "frozen": repr(frozen_spec(recipe)),
@@ -301,16 +281,12 @@ def _stated(source: str) -> ViTSpec | None:
 
 def not_counted(recipe: Recipe) -> list[str]:
     """Notes on a distilled teacher whose memory can't be counted before its file is read."""
-    teacher = recipe.teacher
-    if teacher.distill is not None and teacher.source is None:
-        return [
-            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.source"
-        ]
-    if teacher.source is None or frozen_spec(recipe) is not None:
-        return []
-    return [
-        f"teacher.source {teacher.source} does not say its architecture without being read: its memory is not counted"
-    ]
+    distill, source = recipe.teacher.distill, recipe.teacher.source
+    if source is None:
+        note = f"teacher.distill {distill} and no teacher.source: an EMA teacher is counted; add --teacher.source"
+        return [] if distill is None else [note]
+    note = f"teacher.source {source} does not say its architecture without being read: its memory is not counted"
+    return [note] if frozen_spec(recipe) is None else []
 
 
 def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
@@ -324,7 +300,13 @@ def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], mod
         make: computes a result that is not in the cache.
         modules: names of other modules whose code `make` runs.
     """
-    text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
+    digests = []
+    for module in modules:
+        with suppress(ImportError, OSError, ValueError):
+            if (spec := find_spec(module)) and spec.origin:
+                module = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+        digests.append(module)
+    text = json.dumps([about, _versions(), digests], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _known:
         value = TypeAdapter(type_)
@@ -334,7 +316,13 @@ def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], mod
         except (*_UNUSABLE, ValueError):
             result = json.dumps(make())
             with suppress(*_UNUSABLE):
-                _write(cache_folder() / "steps" / f"{name}.json", result)
+                path = cache_folder() / "steps" / f"{name}.json"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as temporary:
+                    temporary.write_text(result, encoding="utf-8")
+                files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+                for old in files[:-1000]:
+                    old.unlink(missing_ok=True)
             _known[name] = value.validate_json(result, strict=True)
     return cast(_T, _known[name])
 
@@ -346,24 +334,7 @@ def share() -> None:
     _known.update(distributed.gather_objects(_known if distributed.rank() == 0 else {})[0])
 
 
-def _write(path: Path, result: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_text(result, encoding="utf-8")
-    files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    for old in files[:-_MOST_FILES]:
-        old.unlink(missing_ok=True)
-
-
 @functools.cache
 def _versions() -> list[str]:
     """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
     return [version("torch"), version("timm"), hash_code()]
-
-
-def _digest(module: str) -> str:
-    try:
-        spec = find_spec(module)
-        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else module
-    except (ImportError, OSError, ValueError):
-        return module

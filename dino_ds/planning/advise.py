@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 import textwrap
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dino_ds.basics.formatting import range_text
 from dino_ds.basics.machine import has_accelerator_files
@@ -19,38 +24,22 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import named_values
 from dino_ds.config.sections import fitting_sizes
+from dino_ds.data.decode import check_channels, open_image
+from dino_ds.data.image_values import ImageValues, Sample
+from dino_ds.data.images import Source, UnreadableImage, prepare_images
 from dino_ds.data.root import check_split, test_folder
+from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
-from dino_ds.planning.image_facts import look_at
 
-FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
-"""Arguments of `embed` for released weights whose features are worth a look before any training."""
-_WIDTH = 120
+_SECONDS, _LEAST_SAMPLE = 3.0, 20
+"""Seconds after which no more images are read, once there are _LEAST_SAMPLE."""
 _MANY_IMAGES = 1_000_000
 """Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
-_FEW_FOR_DINO = 100_000
-"""Images below which training from scratch takes a recipe for small datasets."""
-_TINY_SIDE = 96
-"""Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LEAST_BATCH = 32
-_CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE = 600_000, 50_000, 64
-_CONTINUED_IMAGES, _CONTINUED_BATCH = 16_000, 64
-_AS_THEY_ARE = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
-_CONTINUED = (
-    "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.9; this network kept its own"
-)
-_TAUGHT = "k-NN 50.1 % of Tiny-ImageNet, by an eighth of the teacher's weights"
-_SCRATCH = "k-NN 36.7 % of Tiny-ImageNet after 50,000 images, 42.2 after 100,000"
-RELEASED = "tf_efficientnet_lite0.in1k"
-"""timm's name of weights that fit a CPU: those of the study."""
-_LENGTHS = "LightlyTrain: 200-2000 epochs below 100,000 images, 100-500 to 1 million, 5-100 above 10 million"
-_MOMENTA = (
-    "DINO: 0.996 at 512, 0.9995 at 256 (main_dino.py); LightlyTrain: 0.99 up to 20,000 images; here as many images as "
-    "DINO's 0.996 averages, at most a hundredth of the run, but 0.99 or more: rule of thumb"
-)
+_CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE, _CONTINUED_IMAGES = 600_000, 50_000, 64, 16_000
 
 
 def run(options: AdviseOptions) -> Result:
@@ -60,7 +49,11 @@ def run(options: AdviseOptions) -> Result:
             raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
         check_split(options.root)
     images = look_at(build_source(options.source, options.root, "train", False), options.sample)
-    gpus = _count_gpus() if options.gpus is None else options.gpus
+    gpus = options.gpus or 0
+    if options.gpus is None and has_accelerator_files():  # torch, which takes seconds to load, is only asked then
+        from dino_ds.planning.measure import find_gpus
+
+        gpus = len(find_gpus())
     facts = Situation(images["images"], images["side"]["median"], images["channels"], gpus)
     if facts.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {facts.channels}: gather more images"
@@ -74,28 +67,62 @@ def run(options: AdviseOptions) -> Result:
     several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
     result: dict[str, Any] = {
-        "decisive": vars(facts),
+        "decisive": facts._asdict(),
         "found": images,
         "gpus": gpus,
-        "advice": [vars(row) for row in rows],
+        "advice": [row._asdict() for row in rows],
         "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
         "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
     }
-    of_all = ("eval.", "data.max_bad_fraction", "data.value_range")
-    shared = {key: text for key, text in flags.items() if key.startswith(of_all)}
-    # `embed` by released weights refuses values whose black and white nobody says.
-    runnable = [way for way in ways(facts) if not images["unknown_range"] or way.words[:1] != ("embed",)]
-    result["ways"] = [_way(way, result["command"], options, shared) for way in runnable]
+    result["ways"] = [
+        {"way": name, "gave": gave, "minutes": minutes, "command": command or result["command"]}
+        for name, gave, minutes, command in _ways(facts, options, flags)
+        # `embed` by released weights refuses values whose black and white nobody says.
+        if not (images["unknown_range"] and command.startswith("dino-ds embed"))
+    ]
     return Result(result, _page(result, options.root or options.source))
 
 
-def _count_gpus() -> int:
-    """Count this machine's GPUs; torch, which takes seconds to load, is only asked where there may be one."""
-    if not has_accelerator_files():
-        return 0
-    from dino_ds.planning.measure import find_gpus
-
-    return len(find_gpus())
+def look_at(source: Source, sample: int) -> dict[str, Any]:
+    """Facts about the source and `sample` random images, read as in a run. Raises DataError if none can be read."""
+    print(
+        f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
+    )
+    most, began = Recipe().data.max_pixels, time.monotonic()
+    seen, sides, unreadable = Sample(), list[int](), list[str]()
+    chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
+    prepare_images(source, chosen[:_LEAST_SAMPLE])
+    counts = Counter[int]()
+    for index in chosen[:_LEAST_SAMPLE]:
+        with suppress(UnreadableImage):
+            counts[open_image(source, index, most, channels=None).channels] += 1  # gray ones have 3, as in a run
+    channels = max(counts, key=lambda number: counts[number], default=3)
+    for looked_at, index in enumerate(chosen, 1):
+        try:
+            image = open_image(source, index, most, channels=channels)
+            check_channels(image, channels, source.name(index))
+            seen.values.append(ImageValues.of(image.values(), source.name(index)))
+        except UnreadableImage as error:
+            unreadable.append(str(error))
+        else:
+            sides.append(min(image.width, image.height))
+            seen.stacks += [source.name(index)] if getattr(image, "pages", 1) == channels == 3 else []
+        if time.monotonic() - began > _SECONDS and looked_at >= _LEAST_SAMPLE:
+            break
+    if not sides:
+        raise DataError(f"none of the {len(unreadable)} images looked at can be read, such as {unreadable[0]}")
+    return {
+        "images": len(source),
+        "looked_at": len(sides) + len(unreadable),
+        "unreadable": {"count": len(unreadable), "first": next(iter(unreadable), None)},
+        "classes": None if source.classes is None else len(source.classes),
+        "channels": channels,
+        "gray": all(len(image.mean) == 1 for image in seen.values),
+        "types": sorted({image.type for image in seen.values}),
+        "unknown_range": seen.measured if seen.deep and seen.chosen is None else None,
+        "notes": [*getattr(source, "notes", ()), *note_stacks(seen.stacks)],
+        "side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)},
+    }
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
@@ -115,15 +142,6 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], image
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
     unchanged, wanted = (dict(named_values(load_recipe(recipe, changes))) for changes in (start, flags))
     return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
-
-
-def _way(way: Way, advised: str, options: AdviseOptions, shared: Mapping[str, str]) -> dict[str, Any]:
-    """A way with its whole command, and the minutes that it takes a core; shared: options of each training."""
-    section, end = "data.", "".join(f" --{name} {shlex.quote(value)}" for name, value in shared.items())
-    if way.words[:1] == ("embed",):
-        section, end = "", " --out features.parquet"
-    command = f"dino-ds {shlex.join(way.words)} {_images(options, section)}{end}" if way.words else advised
-    return {"way": way.name, "gave": way.gave, "minutes": way.images * way.seconds / 60, "command": command}
 
 
 def _notes(
@@ -158,12 +176,13 @@ def _notes(
     yield "if it does not learn: docs/your-data.md"
 
 
-def _embed(options: AdviseOptions) -> str:
-    return f"embed {FROZEN} {_images(options, '')} --out features.parquet"
+def _embed(options: AdviseOptions, weights: str = "vit_small_patch14_dinov2.lvd142m", size: int = 224) -> str:
+    """The words of `embed`, by default for released weights that are worth a look before any training."""
+    return f"embed {weights} --size {size} {_images(options, '')} --out features.parquet"
 
 
 def _images(options: AdviseOptions, section: str) -> str:
-    """Name the images by options of commands that take a recipe's keys; with section "", of commands about models."""
+    """Name the images by options of commands that take a recipe's keys; with section "", of others."""
     source = [] if options.source == "folder" else [f"--{section}source", options.source]
     return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
@@ -173,7 +192,7 @@ def _channels(images: Mapping[str, Any]) -> str:
 
 
 def _page(result: Mapping[str, Any], images_of: str) -> str:
-    """Format the advice as text of 120 columns; images_of: folder or source of the images."""
+    """Text of 120 columns; images_of: folder or source of the images."""
     images, side = result["found"], result["found"]["side"]
     classes = "no labels" if images["classes"] is None else f"{images['classes']:,} classes"
     lines = [
@@ -185,17 +204,16 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
     ]
     for row in result["advice"]:
         start = f"{row['setting']:<14} {row['value']:<31} "
-        lines += textwrap.wrap(f"{start}{row['why']}", _WIDTH, subsequent_indent=" " * 47, break_on_hyphens=False)
+        lines += textwrap.wrap(f"{start}{row['why']}", 120, subsequent_indent=" " * 47, break_on_hyphens=False)
     lines += ["", result["command"], ""]
     for way in result["ways"]:
         start = f"{way['way']:<14} about {max(1, way['minutes']):,.0f} min of a core"
-        lines += textwrap.wrap(f"{start:<46} {way['gave']}", _WIDTH, subsequent_indent=" " * 47)
+        lines += textwrap.wrap(f"{start:<46} {way['gave']}", 120, subsequent_indent=" " * 47)
         lines += [f"  {way['command']}" if way["command"] != result["command"] else "  the command above"]
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
 
 
-@dataclass(frozen=True)
-class Situation:
+class Situation(NamedTuple):
     """The facts that decide.
 
     images: number of images.
@@ -211,7 +229,7 @@ class Situation:
 
     @property
     def is_tiny(self) -> bool:
-        return self.side < _TINY_SIDE
+        return self.side < 96  # below it, weights and crops for 224 pixels make no sense
 
     @property
     def has_color(self) -> bool:
@@ -227,7 +245,7 @@ class Situation:
     @property
     def teacher(self) -> str | None:
         """timm's name of the weights that teach a small network; None: no network is taught."""
-        return RELEASED if not self.gpus and self.has_color and self.side >= 32 else None
+        return "tf_efficientnet_lite0.in1k" if not self.gpus and self.has_color and self.side >= 32 else None
 
     @property
     def recipe(self) -> str:
@@ -236,7 +254,7 @@ class Situation:
             return "small"
         if self.weights:
             return "continue"
-        if self.images < _FEW_FOR_DINO:
+        if self.images < 100_000:
             return "small_vits16"
         return "vits16" if self.images < _MANY_IMAGES or self.gpus < 4 else "vitb16"
 
@@ -255,14 +273,13 @@ class Situation:
         return 4 if self.side < 16 else 8 if self.is_tiny else 16
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One piece of advice: a readable `value`, the reason with a source, and the `flags` of `train` that follow."""
 
     setting: str
     value: str
     why: str
-    flags: dict[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = {}
 
 
 def advise(facts: Situation) -> list[Row]:
@@ -279,41 +296,38 @@ def advise(facts: Situation) -> list[Row]:
                 f"(docs/notes/advice.md); {first}"
             )
         return [*rows, Row("length", value, why, {"length": f"{images} images"})]
-    return [*rows, *(_continued(facts) if facts.weights else _from_scratch(facts))]
+    if not facts.weights:
+        return [*rows, *_from_scratch(facts)]
+    # The schedule is that of recipe continue, whose warm-up and evaluations are shares of the length.
+    length, batch = min(100_000, 500 * facts.images), max(1, 64 // facts.gpus) * facts.gpus
+    why = "the longest run of the study (docs/notes/continue.md), each image 500 times at most: rule of thumb"
+    rows.append(Row("length", f"{length:,} images", why, {"length": f"{length} images"}))
+    why = "the study's: the number of steps counts most in so short a run (docs/small-data.md)"
+    return [*rows, Row("batch", str(batch), why, {"data.global_batch": str(batch)})]
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to features of one's images: what it `gave` in the study of docs/continue.md, and the words of the command,
-    none for the advised one.
+def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) -> Iterator[tuple[str, str, float, str]]:
+    """Yield the ways to features that a CPU can take with images in color, as in the study of docs/continue.md: name,
+    what it gave there, minutes of a CPU core, and the command or "" for the advised one.
 
-    images: how many the command shows the network. seconds: of a CPU core, for an image, measured on one machine; to
-    teach with the largest crops that are advised, of 96 pixels.
+    The seconds of a core for an image were measured on one machine; to teach, with the largest crops that are advised.
     """
-
-    name: str
-    gave: str
-    images: int
-    seconds: float
-    words: tuple[str, ...] = ()
-
-
-def ways(facts: Situation) -> list[Way]:
-    """The ways to features that a CPU can take with images in color: released weights as they are, continued, as a
-    teacher, or training without them. Empty for other images, which the study lacks."""
     if facts.teacher is None:
-        return []
-    size = max(_TAUGHT_SIDE, min(224, facts.side // 32 * 32))
-    crops = ("--crops.global_size", str(_TAUGHT_SIDE), "--crops.local_size", str(_TAUGHT_SIDE // 2))
-    start, length = ("--model.init_from", facts.teacher), ("--length", f"{_CONTINUED_IMAGES} images")
-    return [
-        Way("as they are", _AS_THEY_ARE, facts.images, 1.1e-6 * size**2, ("embed", facts.teacher, "--size", str(size))),
-        Way(
-            "continue", _CONTINUED, _CONTINUED_IMAGES, 0.125, ("train", "--config", "continue", *start, *crops, *length)
-        ),
-        Way("teach", _TAUGHT, _TAUGHT_IMAGES, 0.02),
-        Way("from scratch", _SCRATCH, _CPU_IMAGES, 0.003, ("train", "--config", "small")),
-    ]
+        return
+    of_all = ("eval.", "data.max_bad_fraction", "data.value_range")
+    shared = "".join(f" --{key} {shlex.quote(text)}" for key, text in flags.items() if key.startswith(of_all))
+    images, size = _images(options, "data.") + shared, max(_TAUGHT_SIDE, min(224, facts.side // 32 * 32))
+    gave = "k-NN 79.2 % of hand signs at 64 pixels, 83.3 at 96; 70.9 of Tiny-ImageNet at 64"
+    seconds = 1.1e-6 * size**2
+    yield "as they are", gave, facts.images * seconds / 60, f"dino-ds {_embed(options, facts.teacher, size)}"
+    gave = "a small ViT's k-NN of hand signs 28.5 to 33.6 %, ridge of CIFAR-10 38.2 to 41.9; this network kept its own"
+    crops = f"--crops.global_size {_TAUGHT_SIDE} --crops.local_size {_TAUGHT_SIDE // 2}"
+    command = f"dino-ds train --config continue --model.init_from {facts.teacher} {crops}"
+    command += f" --length '{_CONTINUED_IMAGES} images' {images}"
+    yield "continue", gave, _CONTINUED_IMAGES * 0.125 / 60, command
+    yield "teach", "k-NN 50.1 % of Tiny-ImageNet, by an eighth of the teacher's weights", _TAUGHT_IMAGES * 0.02 / 60, ""
+    gave = "k-NN 36.7 % of Tiny-ImageNet after 50,000 images, 42.2 after 100,000"
+    yield "from scratch", gave, _CPU_IMAGES * 0.003 / 60, f"dino-ds train --config small {images}"
 
 
 def _cpu_seconds(facts: Situation, flags: dict[str, str]) -> float:
@@ -403,10 +417,18 @@ def _crops(facts: Situation) -> Row:
 
 
 def _from_scratch(facts: Situation) -> Iterator[Row]:
-    passes, batch = epochs(facts.images), facts.batch
+    batch = facts.batch
+    if facts.images < 1_280_000:  # 20 million images are shown in all; from ImageNet's number on, 128 million
+        passes = round(min(max(20e6 / facts.images, 100), MOST_PASSES))
+    else:
+        passes = round(min(max(128e6 / facts.images, 5), 100))
     steps = max(1, facts.images // batch * passes)
-    yield Row("length", f"{passes} epochs = {steps:,} steps", _LENGTHS, {"length": f"{passes} epochs"})
-    yield _batch(facts)
+    why = "LightlyTrain: 200-2000 epochs below 100,000 images, 100-500 to 1 million, 5-100 above 10 million"
+    yield Row("length", f"{passes} epochs = {steps:,} steps", why, {"length": f"{passes} epochs"})
+    why = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 % (arXiv 2104.14294, table 9)"
+    if facts.images < 16 * batch:
+        why = f"at least 8 steps an epoch and {_LEAST_BATCH} images a step: rule of thumb. {why}"
+    yield Row("batch", str(batch), why, {"data.global_batch": str(batch)})
     rate, warmup = 7.5e-4 if facts.recipe == "vitb16" else 5e-4, max(1, min(10, passes // 10))
     why = "linear in the batch; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
@@ -415,60 +437,16 @@ def _from_scratch(facts: Situation) -> Iterator[Row]:
     scaled = f": {rate * batch / 256:.2g} for {batch}" if batch != 256 else ""
     yield Row("learning rate", f"{rate:g} for 256 images{scaled}, warm-up {warmup} epochs", why, flags)
     if facts.recipe == "small":
-        ema = f"{small_momentum(batch):g}"
+        ema = f"{round(0.9 ** math.sqrt(batch / 64), 3):g}"  # measured at 16 and 256
         why = "recipe small's 0.9 at 64 images, by the root of the batch: low ones learn faster (docs/small-data.md)"
         yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
     elif facts.recipe != "small_vits16":  # its objective has no prototypes, and its momentum is for few images
-        yield from _momentum_and_prototypes(facts.images, batch, steps)
-
-
-def _continued(facts: Situation) -> Iterator[Row]:
-    """Advise on the schedule of a run from released weights: that of recipe continue, whose warm-up and evaluations are
-    shares of the length."""
-    length = continued_length(facts.images)
-    why = "the longest run of the study (docs/notes/continue.md), each image 500 times at most: rule of thumb"
-    yield Row("length", f"{length:,} images", why, {"length": f"{length} images"})
-    batch = max(1, _CONTINUED_BATCH // facts.gpus) * facts.gpus
-    why = "the study's: the number of steps counts most in so short a run (docs/small-data.md)"
-    yield Row("batch", str(batch), why, {"data.global_batch": str(batch)})
-
-
-def _batch(facts: Situation) -> Row:
-    why = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 % (arXiv 2104.14294, table 9)"
-    if facts.images < 16 * facts.batch:
-        why = f"at least 8 steps an epoch and {_LEAST_BATCH} images a step: rule of thumb. {why}"
-    return Row("batch", str(facts.batch), why, {"data.global_batch": str(facts.batch)})
-
-
-def _momentum_and_prototypes(images: int, batch: int, steps: int) -> Iterator[Row]:
-    ema, outputs = f"{momentum(batch, steps):g}", prototypes(images)
-    yield Row("EMA momentum", f"{ema} to 1", _MOMENTA, {"teacher.momentum": ema})
-    why = "at least 16 images for each, and 1,024: rule of thumb; LightlyTrain has 1,024 (20,000 images) to 65,536"
-    yield Row("prototypes", f"{outputs:,}", why, {"head.prototypes": str(outputs)})
-
-
-def epochs(images: int) -> int:
-    """Return the epochs that show 20 million images in all, within 100 and 2000; from ImageNet's 1.28 million images
-    on, those that show 128 million, within 5 and 100."""
-    return round(min(max(20e6 / images, 100), MOST_PASSES) if images < 1_280_000 else min(max(128e6 / images, 5), 100))
-
-
-def continued_length(images: int) -> int:
-    """Images that a run from released weights shows: as many as recipe continue does, each 500 times at most."""
-    return min(100_000, 500 * images)
-
-
-def prototypes(images: int) -> int:
-    """Return the largest power of two that leaves 16 images for each prototype, within 1024 and 65536."""
-    return min(max(2 ** int(math.log2(images / 16)), 1024), 65536)
-
-
-def momentum(batch: int, steps: int) -> float:
-    """Return the EMA teacher's momentum at the start: it averages as many images as DINO's (0.996 at 512), but at most
-    a hundredth of the run, and is at least 0.99."""
-    return round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4)
-
-
-def small_momentum(batch: int) -> float:
-    """Scale the momentum of recipe small from its batch of 64 to another: square-root rule, measured at 16 and 256."""
-    return round(0.9 ** math.sqrt(batch / 64), 3)
+        ema = f"{round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4):g}"
+        why = (
+            "DINO: 0.996 at 512, 0.9995 at 256 (main_dino.py); LightlyTrain: 0.99 up to 20,000 images; here as many "
+            "images as DINO's 0.996 averages, at most a hundredth of the run, but 0.99 or more: rule of thumb"
+        )
+        yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
+        outputs = min(2 ** int(math.log2(facts.images / 16)), 65536)
+        why = "at least 16 images for each, and 1,024: rule of thumb; LightlyTrain has 1,024 (20,000 images) to 65,536"
+        yield Row("prototypes", f"{outputs:,}", why, {"head.prototypes": str(outputs)})

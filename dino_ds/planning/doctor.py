@@ -24,13 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.files import hash_code, read_text
 from dino_ds.config.ds_config import CHECKOUT, resolve_ds_config
-from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import RECIPES, read_recipe_files
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request
@@ -42,15 +41,11 @@ from dino_ds.options.definition import Result
 
 FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
 _DRIVER = "/proc/driver/nvidia/version"
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_SHOWN = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 _LOAD_CURES = {
     "torch": "install torch anew, from one index, in a fresh environment",
     "torchvision": "install builds of torch and torchvision that match, both from the same index",
     "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
 }
-_EQUAL = ("python", "torch", "deepspeed", "dino_ds")
-"""Packages that must have the same version on all machines."""
 _ANSWER_SECONDS = 180  # enough to import torch from a cold network disk
 _FORM = (
     "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "
@@ -61,8 +56,7 @@ _LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,252})[ \t]+slots=([0-9]{1,4})
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of `doctor`. level: FINE, WARNING (training works, but ...) or FAILURE (training stops); remedy: what to
-    do about it."""
+    """level: FINE, WARNING (training works, but ...) or FAILURE (training stops); remedy: what to do about it."""
 
     topic: str
     level: str
@@ -71,7 +65,7 @@ class Finding:
 
 
 def make_finding(topic: str, text: str, remedy: str = "", bad: bool = True, level: str = WARNING) -> Finding:
-    """Make a finding: of `level` and with the remedy if it is `bad` and has a remedy, else of level FINE."""
+    """A finding of `level` if it is `bad` and has a remedy, else FINE."""
     return Finding(topic, level, text, remedy) if bad and remedy else Finding(topic, FINE, text)
 
 
@@ -80,7 +74,7 @@ def run(options: DoctorOptions, *, recipe: Recipe, request: Request, ds: Mapping
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
     findings, hosts = [], {} if options.hostfile is None else read_hostfile(options.hostfile)
-    on_machines = _look_at_hosts(options, hosts, recipe, request, ds_path) if hosts else ()
+    on_machines = look_at_machines(options, hosts, recipe, request, ds_path) if hosts else ()
     for finding in itertools.chain(_findings(options, recipe, ds, ds_path), on_machines):
         findings.append(finding)
         if not options.json:
@@ -101,51 +95,59 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         return
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Batch sizes depend on the other machines of the run, which are not known here.
-    kept = {key: value for key, value in ds.items() if key not in _BATCH_KEYS}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    kept = {key: value for key, value in ds.items() if key not in sizes}
     config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
     if config.performance.compile != "off":
         path = shutil.which("g++")
         cure = "dino_ds.compile needs a compiler: apt-get install g++"
         yield make_finding("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
-    yield from look_at_gpus(config)
-    yield look_at_shared_memory(recipe)
-    yield look_at_disk(Path(options.run_dir))
+    yield from look_at_gpus(config.precision)
+    import torch
+
+    from dino_ds.data.batches import automatic_workers, check_shared_memory
+
+    data, ranks = recipe.data, torch.cuda.device_count() or 1  # a run on this machine alone, with a rank on each GPU
+    workers = automatic_workers(ranks) if data.workers is None else data.workers
+    try:
+        check_shared_memory(ranks * recipe.batch_bytes(max(1, data.global_batch // ranks)), workers)
+        yield make_finding("shm", f"enough shared memory for {ranks} ranks with {workers} loader processes each")
+    except DataError as error:
+        yield make_finding("shm", "too little shared memory", str(error), level=FAILURE)
+    here = _existing_folder(options.run_dir)
+    if os.access(here, os.W_OK | os.X_OK):
+        free = shutil.disk_usage(here).free / 2**30
+        yield make_finding("disk", f"{free:.1f} GiB free in {here}", "remove old runs, or take another disk", free < 20)
+    else:
+        cure = "fix its rights, or name another --run_dir"
+        yield make_finding("disk", f"{here} can't be written to", cure, level=FAILURE)
 
 
 def look_at_software() -> Iterator[Finding]:
     """List the versions, and try the imports of training; the last finding is the first import that fails."""
-    versions = ", ".join(f"{name} {_version(name)}" for name in _SHOWN)
+    shown = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
+    found = {name: next((package.version for package in distributions(name=name)), "absent") for name in shown}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items())
     yield make_finding("software", f"{versions}; Python {platform.python_version()} ({sys.executable})")
     for name, cure in _LOAD_CURES.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                module = _load(name)
+                if name == "deepspeed":
+                    from dino_ds.engine.process import import_deepspeed  # which needs a torch that loads
+
+                    import_deepspeed()
+                    continue
+                module = importlib.import_module(name)
             if name == "torch" and not module.accelerator.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find it too, but warn
         except Exception as error:
-            yield make_finding(
-                "software", f"{name} {_version(name)} does not load ({one_line(error)})", cure, level=FAILURE
-            )
+            text = f"{name} {found[name]} does not load ({one_line(error)})"
+            yield make_finding("software", text, cure, level=FAILURE)
             return
 
 
-def _load(name: str) -> Any:
-    if name != "deepspeed":
-        return importlib.import_module(name)
-    from dino_ds.engine.process import import_deepspeed  # which needs a torch that loads
-
-    return import_deepspeed()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
-
-
-def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
+def look_at_gpus(precision: str) -> Iterator[Finding]:
     """Check the GPUs, and whether the device supports the ds config's precision."""
     import torch
 
@@ -156,58 +158,32 @@ def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
         text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
         taken = gpu.free_gib < 0.9 * gpu.memory_gib
         yield make_finding("gpu", text, "other processes hold memory: nvidia-smi lists them", taken)
-    if not gpus:
-        yield look_for_driver()
-    elif not torch.distributed.is_nccl_available():
+    if gpus and not torch.distributed.is_nccl_available():
         yield make_finding("network", "no NCCL", "several GPUs need it: install a torch built with it")
+    elif not gpus and not os.path.exists(_DRIVER) and shutil.which("nvidia-smi") is None:
+        cure = "with a GPU in this machine: install its driver; in a container: docker run --gpus all"
+        yield make_finding("gpu", "no GPU: training runs on the CPU, with gloo", cure)
+    elif not gpus:
+        with warnings.catch_warnings(record=True) as caught:  # torch's warning about a driver that it can't use
+            warnings.simplefilter("always")
+            torch.cuda.is_available()
+        complaint = f": {one_line(caught[0].message, 200)}" if caught else ""
+        text = f"a driver is here, and torch (CUDA {torch.version.cuda}) finds no GPU{complaint}"
+        cure = (
+            "install torch with CUDA; nvidia-smi must list the GPUs, and the driver may not be older than torch's CUDA"
+        )
+        yield make_finding("gpu", text, cure, level=FAILURE)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else True
     fp16 = True if gpus else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     able = {"fp32": True, "bf16": bf16, "fp16": fp16}
-    cure = f"the ds config wants {config.precision}: take another --ds_config"
+    cure = f"the ds config wants {precision}: take another --ds_config"
     text = ", ".join(name if has else f"no {name}" for name, has in able.items())
-    yield make_finding("precision", text, cure, not able[config.precision], FAILURE)
+    yield make_finding("precision", text, cure, not able[precision], FAILURE)
 
 
-def look_for_driver() -> Finding:
-    """Explain why torch finds no GPU."""
-    import torch
-
-    if not os.path.exists(_DRIVER) and shutil.which("nvidia-smi") is None:
-        cure = "with a GPU in this machine: install its driver; in a container: docker run --gpus all"
-        return make_finding("gpu", "no GPU: training runs on the CPU, with gloo", cure)
-    with warnings.catch_warnings(record=True) as caught:  # torch's warning about a driver that it can't use
-        warnings.simplefilter("always")
-        torch.cuda.is_available()
-    complaint = f": {one_line(caught[0].message, 200)}" if caught else ""
-    text = f"a driver is here, and torch (CUDA {torch.version.cuda}) finds no GPU{complaint}"
-    cure = "install torch with CUDA; nvidia-smi must list the GPUs, and the driver may not be older than torch's CUDA"
-    return make_finding("gpu", text, cure, level=FAILURE)
-
-
-def look_at_shared_memory(recipe: Recipe) -> Finding:
-    """Check the shared memory for loader processes, for a run on this machine alone with a rank on each GPU."""
-    import torch
-
-    from dino_ds.data.batches import automatic_workers, check_shared_memory
-
-    data, ranks = recipe.data, torch.cuda.device_count() or 1
-    workers = automatic_workers(ranks) if data.workers is None else data.workers
-    try:
-        check_shared_memory(ranks * recipe.batch_bytes(max(1, data.global_batch // ranks)), workers)
-    except DataError as error:
-        return make_finding("shm", "too little shared memory", str(error), level=FAILURE)
-    return make_finding("shm", f"enough shared memory for {ranks} ranks with {workers} loader processes each")
-
-
-def look_at_disk(run_dir: Path) -> Finding:
-    """Check the disk for runs."""
-    here = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(here).free / 2**30
-    if not os.access(here, os.W_OK | os.X_OK):
-        return make_finding(
-            "disk", f"{here} can't be written to", "fix its rights, or name another --run_dir", level=FAILURE
-        )
-    return make_finding("disk", f"{free:.1f} GiB free in {here}", "remove old runs, or take another disk", free < 20)
+def _existing_folder(path: str) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    return next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.is_dir())
 
 
 def read_hostfile(path: str) -> dict[str, int]:
@@ -232,40 +208,31 @@ def read_hostfile(path: str) -> dict[str, int]:
     return hosts
 
 
-def _look_at_hosts(
+def look_at_machines(
     options: DoctorOptions, hosts: Mapping[str, int], recipe: Recipe, request: Request, ds_path: str
 ) -> Iterator[Finding]:
-    recipes = [] if request.config is None else [path for path, _ in read_recipe_files(request.config)]
-    files = [ds_path, *(path for path in recipes if Path(path).parent != RECIPES)]
-    images = [] if recipe.data.download else [*filter(None, roots_of(recipe.data))]
-    yield from look_at_machines(
-        hosts, [os.path.abspath(path) for path in dict.fromkeys(files)], images, Path(options.run_dir)
-    )
-
-
-def look_at_machines(hosts: Mapping[str, int], files: list[str], images: list[str], run_dir: Path) -> Iterator[Finding]:
-    """Examine all machines over ssh: software, code and `files` must be equal, images, run folder and GPUs be there."""
+    """Examine all machines over ssh: software, code and files must be equal, images, run folder and GPUs be there."""
     for name, package in {"ssh": "openssh-client", "pdsh": "pdsh"}.items():
         if shutil.which(name) is None:
             cure = f"apt-get install {package}, or start every machine by itself with torchrun (docs/launch.md)"
             yield make_finding("machines", f"{name} is not installed", cure, level=FAILURE)
             return
-    parent = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
+    recipes = [] if request.config is None else [path for path, _ in read_recipe_files(request.config)]
+    files = dict.fromkeys([ds_path, *(path for path in recipes if Path(path).parent != RECIPES)])
+    question: dict[str, Any] = {"files": [os.path.abspath(path) for path in files]}
+    question["images"] = [] if recipe.data.download else [*filter(None, roots_of(recipe.data))]
+    words = f"PYTHONPATH={shlex.quote(str(CHECKOUT))} {shlex.quote(sys.executable)} -m {__spec__.name}"
+    there = f"cd {shlex.quote(os.getcwd())} && {words}"
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--"]
+    parent = _existing_folder(options.run_dir)
     try:
         with tempfile.NamedTemporaryFile(prefix=".dino_ds_doctor_", dir=parent) as seen, ThreadPoolExecutor(64) as pool:
-            ask = partial(_ask, question=json.dumps({"files": files, "images": images, "seen": seen.name}))
-            answers = dict(zip(hosts, pool.map(ask, map(_over_ssh, hosts)), strict=True))
+            ask = partial(_ask, question=json.dumps(question | {"seen": seen.name}))
+            answers = dict(zip(hosts, pool.map(ask, [[*ssh, host, there] for host in hosts]), strict=True))
     except OSError as error:
         yield make_finding("machines", f"{parent}: {error.strerror}", "name another --run_dir", level=FAILURE)
         return
-    yield from judge_answers(hosts, answers, run_dir)
-
-
-def _over_ssh(host: str) -> list[str]:
-    """The command that examines a machine from here."""
-    words = f"PYTHONPATH={shlex.quote(str(CHECKOUT))} {shlex.quote(sys.executable)} -m {__spec__.name}"
-    there = f"cd {shlex.quote(os.getcwd())} && {words}"
-    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", host, there]
+    yield from judge_answers(hosts, answers, Path(options.run_dir))
 
 
 def _ask(command: list[str], question: str) -> dict[str, Any] | str:
@@ -297,9 +264,9 @@ def judge_answers(
         if isinstance(answer, str):
             problems = dict([answer.split(": ", 1)])
         else:
-            for key in [key for key, value in expected.items() if answer["same"].get(key) != value]:
-                text = f"{key} is {answer['same'].get(key)}, and {expected[key]} on {first}"
-                problems[text] = "make it the same everywhere"
+            for key, value in expected.items():
+                if (other := answer["same"].get(key)) != value:
+                    problems[f"{key} is {other}, and {value} on {first}"] = "make it the same everywhere"
             if not answer["sees"]:
                 problems[f"does not see {run_dir} of this machine"] = "put --run_dir on a disk that all share"
             if answer["images"]:
@@ -319,7 +286,8 @@ def examine(files: list[str], images: list[str], seen: str) -> dict[str, Any]:
     from dino_ds.planning.measure import find_gpus
     from dino_ds.run.run_folder import versions
 
-    same = {name: versions()[name] for name in _EQUAL} | {f"the code in {CHECKOUT}": hash_code()}
+    same = {name: versions()[name] for name in ("python", "torch", "deepspeed", "dino_ds")}
+    same[f"the code in {CHECKOUT}"] = hash_code()
     for path in files:
         try:
             same[path] = f"CRC {zlib.crc32(Path(path).read_bytes()):08x}"

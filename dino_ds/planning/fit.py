@@ -4,14 +4,14 @@ GPUs that it knows, this machine's resources, and the hours, host memory and dis
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_ds.basics.files import check_absent, replacing
 from dino_ds.basics.formatting import short
@@ -29,17 +29,11 @@ REACHED = 0.3, 0.5
 """Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
 FREE_PART = 0.9
 """Share of the host's free memory that training on a CPU may use."""
-# Assumed memory of a training process with its CUDA libraries, and of a loader process without what others share.
-_PROCESS_BYTES = 3 * GIB
-_WORKER_BYTES = 350 * 2**20
-_FP32 = 4
-# Bytes per trained weight: FP32 master weight and Adam's two moments.
-_STATE = 12
-_SAVED = "checkpoint being written"
+_FP32, _STATE = 4, 12
+"""Bytes of an FP32 weight, and of a trained one's master weight with Adam's two moments."""
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A card. tflops: its dense peak, 10^12/s; None where the card is not known."""
 
     name: str
@@ -48,8 +42,7 @@ class Gpu:
     bf16: bool = True
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """`nodes` machines with `gpus` cards of the same kind in each."""
 
     gpu: Gpu
@@ -123,29 +116,21 @@ A100, A6000, L4, L40S, H100, H200 and HGX B200, and whitepapers of the GeForce c
 Memory is what torch finds on such a card, as its out-of-memory errors print it: less than the number on the box."""
 
 
-def find_gpu(name: str) -> Gpu:
-    """Find a card of the table by name, or by a part of it that one card has. Raises ConfigError."""
-    word = re.sub(r"[^a-z0-9]", "", name.lower())
-    near = [card for card in GPUS if len(word) > 1 and word in card.replace("-", "")]
-    if name in GPUS or len(near) == 1:
-        return GPUS[name if name in GPUS else near[0]]
-    hint = suggestion(near[:3]) if near else did_you_mean(name, GPUS)
-    raise ConfigError(
-        f"--gpu {name}: this card is not in the table: there is {', '.join(GPUS)}, or give --memory_gib.{hint}"
-    )
-
-
 def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """Return the named card, with `memory_gib` if given; without a name, a card of which only `memory_gib` is known.
-
-    Raises ConfigError.
-    """
-    if name is not None:
-        card = find_gpu(name)
-        return card if memory_gib is None else dataclasses.replace(card, memory_gib=memory_gib)
-    if memory_gib is None:
-        raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
-    return Gpu("a GPU", memory_gib)
+    """Return the card of that name, or of the only name of which this is a part, with `memory_gib` if given; without a
+    name, a card of which only `memory_gib` is known. Raises ConfigError."""
+    if name is None:
+        if memory_gib is None:
+            raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
+        return Gpu("a GPU", memory_gib)
+    word = re.sub(r"[^a-z0-9]", "", name.lower())
+    near = [name] if name in GPUS else [key for key in GPUS if len(word) > 1 and word in key.replace("-", "")]
+    if len(near) != 1:
+        hint = suggestion(near[:3]) if near else did_you_mean(name, GPUS)
+        raise ConfigError(
+            f"--gpu {name}: this card is not in the table: there is {', '.join(GPUS)}, or give --memory_gib.{hint}"
+        )
+    return GPUS[near[0]] if memory_gib is None else GPUS[near[0]]._replace(memory_gib=memory_gib)
 
 
 def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
@@ -185,38 +170,29 @@ def find_machine() -> Machine:
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Estimate a checkpoint's largest size: FP32 master weights and moments of trained weights, teachers, centers."""
-    facts = student_facts(recipe)
-    teachers = teachers_of(recipe)
-    copies = _FP32 * sum(teacher.follows for teacher in teachers)
-    state = _STATE * sum(facts.trained.values()) + copies * count_parameters(recipe)
-    learned = state + _FP32 * sum(facts.statistics)
+    facts, teachers = student_facts(recipe), teachers_of(recipe)
+    copied = sum(teacher.follows for teacher in teachers) * count_parameters(recipe) + sum(facts.statistics)
     replaced = sum(not teacher.follows and not teacher.of_file for teacher in teachers)
-    return learned + replaced * _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
+    copied += replaced * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
+    return _STATE * sum(facts.trained.values()) + _FP32 * copied
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
-    """Estimate the host memory in bytes of a node with `gpus` of the `world_size` ranks, by part."""
+    """Estimate the host memory of a node with `gpus` of the ranks, by part; what processes take is assumed."""
     zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
     trained = sum(student_facts(recipe).trained.values())
     here, learning = (count * gpus // world_size if config.stage else count for count in (weights, trained))
     workers = MAX_WORKERS if recipe.data.workers is None else recipe.data.workers
     parts = {
-        "processes": _PROCESS_BYTES * gpus,
-        "loader processes": _WORKER_BYTES * workers * gpus,
+        "processes": 3 * GIB * gpus,
+        "loader processes": 350 * 2**20 * workers * gpus,
         "loaded batches": (workers * PREFETCHED_BATCHES + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
         # FP32 gradients are there too.
         "offloaded optimizer": (_STATE + _FP32) * learning if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,
-        _SAVED: _STATE * (trained * gpus // world_size) + _FP32 * (weights * gpus // world_size),
+        "checkpoint being written": _STATE * (trained * gpus // world_size) + _FP32 * (weights * gpus // world_size),
     }
     return {name: size for name, size in parts.items() if size}
-
-
-def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
-    """Return the least host memory of a node: without loader processes, whose number follows from the node's cores."""
-    parts = host_bytes(recipe, config, gpus, world_size)
-    left_out = {"loader processes", "loaded batches"} | (set() if recipe.save_in_background else {_SAVED})
-    return sum(size for name, size in parts.items() if name not in left_out)
 
 
 RECOMMENDED = "the recommended config"
@@ -224,79 +200,42 @@ SMALL = "small"
 """The recipe for few or small images, which takes the least memory of those that learn well."""
 FILLED = 0.97
 """Share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner."""
-# Assumed, not measured: device memory of the driver and the libraries' kernels, NCCL's channels with several ranks,
-# and what the allocator loses to fragmentation, as a part of the tensors' size.
-_CONTEXT_BYTES = GIB // 2
-_NCCL_BYTES = GIB // 2
 FRAGMENTATION = 0.05
-_MOST_IMAGES = 1 << 16
+"""What the allocator loses to fragmentation, as a part of the tensors' size; assumed."""
 _ENOUGH = 8
 """Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
-_FP16 = {
-    "enabled": True,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-_CPU = {"device": "cpu", "pin_memory": True}
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A resolved config, the `memory` that it needs on each GPU, by part with margins, and the GPU's `limit_gib`."""
+def fit(
+    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, micro_batch: int | None = None
+) -> tuple[DsConfig, Memory]:
+    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch; return the
+    config, and the memory that it needs on each GPU, by part with margins.
 
-    config: DsConfig
-    memory: Memory
-    limit_gib: float
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.gib <= self.limit_gib
-
-
-def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:
-    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch.
+    micro_batch: taken instead, accumulated to the global batch or just above it, and estimated for a search, which is
+    fast: the costs lie on a line through those of two micro-batches, which alone are rehearsed.
 
     Raises ConfigError if the batch sizes contradict each other.
     """
-    config = _resolved(recipe, ds, ds_path, recipe.data.global_batch, world_size)
-    return _fit(recipe, config, world_size, limit_gib)
-
-
-def fit_with(
-    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float, micro_batch: int
-) -> Fit:
-    """Estimate the fit of this micro-batch, accumulated to the recipe's global batch or just above it. Fast, for a
-    search: the costs lie on a line through those of two micro-batches, which alone are rehearsed."""
-    accumulation = -(-recipe.data.global_batch // (micro_batch * world_size))
-    batch = micro_batch * accumulation * world_size
-    config = _resolved(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size)
-    return _fit(recipe, config, world_size, limit_gib, exact=False)
-
-
-def _resolved(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int, world_size: int) -> DsConfig:
-    return resolve_ds_config(dict(ds), ds_path, batch, world_size, parameters=count_parameters(recipe))
-
-
-def _fit(recipe: Recipe, config: DsConfig, world_size: int, limit_gib: float, exact: bool = True) -> Fit:
-    memory = estimate_memory(recipe, config, world_size, on_gpu=True, exact=exact)
-    return Fit(config, with_margins(memory, world_size), limit_gib)
+    batch = recipe.data.global_batch
+    if micro_batch is not None:
+        accumulation = -(-batch // (micro_batch * world_size))
+        batch, ds = micro_batch * accumulation * world_size, with_batch(ds, micro_batch, accumulation)
+    config = resolve_ds_config(dict(ds), ds_path, batch, world_size, parameters=count_parameters(recipe))
+    memory = estimate_memory(recipe, config, world_size, on_gpu=True, exact=micro_batch is None)
+    return config, with_margins(memory, world_size)
 
 
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:
     """Return the largest micro-batch that fits, whether it divides the global batch or not; 0 if none fits."""
+
+    def fails(images: int) -> bool:
+        return fit(recipe, ds, ds_path, world_size, images)[1].gib > limit_gib
+
     low, high = 0, 64  # smaller ones are estimated only if this does not fit
-    while high <= _MOST_IMAGES and fit_with(recipe, ds, ds_path, world_size, limit_gib, high).fits:
+    while high <= 1 << 16 and not fails(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fit_with(recipe, ds, ds_path, world_size, limit_gib, middle).fits:
-            low = middle
-        else:
-            high = middle
-    return low
+    return low + bisect.bisect_left(range(low + 1, high), True, key=fails)
 
 
 def micro_batches(global_batch: int, world_size: int) -> list[int]:
@@ -312,16 +251,15 @@ def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str)
 
 
 def with_margins(memory: Memory, world_size: int) -> Memory:
-    """Add to `memory` what is not in tensors: fragmentation, the CUDA context and NCCL."""
+    """Add what is not in tensors: fragmentation, and, assumed, half a GiB for driver and kernels, and for NCCL."""
     margins = {
         "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
-        "CUDA context and NCCL": _CONTEXT_BYTES + (_NCCL_BYTES if world_size > 1 else 0),
+        "CUDA context and NCCL": GIB // 2 * (2 if world_size > 1 else 1),
     }
     return Memory(memory.moment, memory.parts | margins)
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The settings of a ds config that decide memory. offload: "", "optimizer" or "optimizer and weights"."""
 
     stage: int
@@ -347,8 +285,7 @@ SHAPES = [
 def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
     """A ds JSON without batch sizes, as those in ds_configs/."""
     zero: dict[str, Any] = {"stage": shape.stage, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
-    if shape.stage > 1:
-        zero["overlap_comm"] = True
+    zero |= {"overlap_comm": True} if shape.stage > 1 else {}
     if shape.stage < 3:
         zero["allgather_bucket_size"] = "auto"
     else:
@@ -358,26 +295,17 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
             "stage3_max_live_parameters": 200_000_000,
             "stage3_max_reuse_distance": 200_000_000,
         }
-    if shape.offload:
-        zero["offload_optimizer"] = dict(_CPU)
-    if shape.offload == "optimizer and weights":
-        zero["offload_param"] = dict(_CPU)
-    precision: dict[str, Any] = {"bf16": {"enabled": True}} if bf16 else {"fp16": dict(_FP16)}
-    ds = {"gradient_clipping": 3.0, **precision, "zero_optimization": zero}
+    offloaded = {"": (), "optimizer": ("optimizer",), "optimizer and weights": ("optimizer", "param")}[shape.offload]
+    zero |= {f"offload_{part}": {"device": "cpu", "pin_memory": True} for part in offloaded}
+    scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
+    fp16: dict[str, Any] = {"enabled": True, **scaling, "min_loss_scale": 1}
+    ds = {"gradient_clipping": 3.0, **({"bf16": {"enabled": True}} if bf16 else {"fp16": fp16})}
+    ds["zero_optimization"] = zero
     if shape.stage == 3 or shape.offload:
         ds["dino_ds"] = {"teacher_copy": False}  # a copy takes 2 bytes per weight on every GPU
     if shape.checkpointing:
         ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
     return change_ds_config(ds, RECOMMENDED, {})
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """A ds JSON, its shape, and its `fit`."""
-
-    ds: dict[str, Any]
-    shape: Shape
-    fit: Fit
 
 
 def recommend(
@@ -386,64 +314,42 @@ def recommend(
     limit_gib: float,
     shapes: Sequence[Shape] = SHAPES,
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
-) -> Recommendation:
-    """Recommend a config for the recipe's global batch, a multiple of the GPUs: lowest ZeRO stage that fits,
-    recomputation before offload, largest micro-batch. Raises ConfigError, with remedies, if nothing fits.
-
-    make_ds: (shape, whether the GPUs have bf16) -> ds JSON.
+) -> tuple[Shape, dict[str, Any], DsConfig, Memory]:
+    """Recommend a ds JSON, with its shape, config and memory, for the recipe's global batch, a multiple of the GPUs:
+    lowest ZeRO stage that fits, recomputation before offload, largest micro-batch. Raises ConfigError, with remedies.
     """
-    if recommendation := _search(recipe, cluster, limit_gib, shapes, make_ds):
-        return recommendation
-    changes = _changes_for_offloading(recipe)
+    changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}  # an offloaded one clips by one norm
+    if recipe.optimizer.kind in COMMUNICATES_IN_STEP:  # and steps on the host, where LARS and Muon can't communicate
+        changes["kind"] = "adamw"
+    allowed = {s: make_ds(s, cluster.gpu.bf16) for s in shapes if not (s.offload and changes)}
+    ranks = cluster.world_size
+    sizes = micro_batches(recipe.data.global_batch, ranks)
+
+    def largest(shape: Shape) -> tuple[DsConfig, Memory] | None:
+        """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
+        for size in sizes[: 1 if shape.stage == 1 else None]:
+            config, memory = fit(recipe, allowed[shape], RECOMMENDED, ranks, size)
+            if memory.gib <= limit_gib:
+                memory = with_margins(estimate_memory(recipe, config, ranks, on_gpu=True), ranks)
+            if memory.gib <= limit_gib:
+                return config, memory
+        return None
+
+    for shape in allowed:
+        best, recomputed = largest(shape), shape._replace(checkpointing=True)
+        if best and recomputed in allowed and best[0].micro_batch < min(_ENOUGH, sizes[0]):
+            larger = largest(recomputed)
+            if larger and larger[0].micro_batch > best[0].micro_batch:
+                shape, best = recomputed, larger
+        if best:
+            return shape, with_batch(allowed[shape], best[0].micro_batch, "auto"), *best
     options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
     offloading = f"{options}, which allows offloading, " if changes else ""
-    allowed = {str(shape): make_ds(shape, cluster.gpu.bf16) for shape in shapes if not (shape.offload and changes)}
-    alone = {name: fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, 1) for name, ds in allowed.items()}
-    needed = min((fit.memory.gib, name) for name, fit in alone.items())
+    needed = min((fit(recipe, ds, RECOMMENDED, ranks, 1)[1].gib, str(shape)) for shape, ds in allowed.items())
     raise ConfigError(
         f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take "
         f"{offloading}more GPUs, larger ones, a smaller model or the recipe for small images, --config {SMALL}"
     )
-
-
-def _changes_for_offloading(recipe: Recipe) -> dict[str, str]:
-    """Changes of the optimizer that allow offloading; {} if it is allowed. An offloaded optimizer clips by one norm,
-    and steps on the host, where LARS and Muon can't communicate."""
-    changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}
-    return changes | ({"kind": "adamw"} if recipe.optimizer.kind in COMMUNICATES_IN_STEP else {})
-
-
-def _search(
-    recipe: Recipe,
-    cluster: Cluster,
-    limit_gib: float,
-    shapes: Sequence[Shape],
-    make_ds: Callable[[Shape, bool], dict[str, Any]],
-) -> Recommendation | None:
-    """The first of the allowed shapes that fits, with its largest micro-batch."""
-    allowed = [shape for shape in shapes if not (shape.offload and _changes_for_offloading(recipe))]
-    ranks = cluster.world_size
-    sizes = micro_batches(recipe.data.global_batch, ranks)
-
-    def largest(shape: Shape) -> Fit | None:
-        """The largest micro-batch that fits: found by linear estimates, then rehearsed."""
-        ds = make_ds(shape, cluster.gpu.bf16)
-        for size in sizes[: 1 if shape.stage == 1 else None]:
-            fit = fit_with(recipe, ds, RECOMMENDED, ranks, limit_gib, size)
-            if fit.fits and (fit := _fit(recipe, fit.config, ranks, limit_gib)).fits:
-                return fit
-        return None
-
-    for shape in allowed:
-        fit, recomputed = largest(shape), dataclasses.replace(shape, checkpointing=True)
-        if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, sizes[0]):
-            larger = largest(recomputed)
-            if larger and larger.config.micro_batch > fit.config.micro_batch:
-                shape, fit = recomputed, larger
-        if fit:
-            ds = make_ds(shape, cluster.gpu.bf16)
-            return Recommendation(with_batch(ds, fit.config.micro_batch, "auto"), shape, fit)
-    return None
 
 
 def check_new(path: Path) -> None:

@@ -13,11 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -34,15 +33,12 @@ from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.data.feed import Batch, Position
+from dino_ds.data.feed import Batch
 from dino_ds.data.loader import DevicePrefetcher
-from dino_ds.data.normalization import with_image_settings
-from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
-from dino_ds.engine.distributed import usable_cores
-from dino_ds.engine.process import device, fp16_supported, init_distributed
+from dino_ds.engine.process import fp16_supported, init_distributed
 from dino_ds.errors import ConfigError, UserError, is_out_of_memory, one_line
-from dino_ds.method.build import build_prefetcher, build_step
+from dino_ds.method.build import build_step
 from dino_ds.method.fast_paths import synthetic_inputs
 from dino_ds.method.specs.own import heads_of
 from dino_ds.method.step import TrainingStep
@@ -53,8 +49,7 @@ EPOCH_STEPS = 1000
 """Steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does."""
 MEMORY_STEPS = 2
 """Steps after which the peak of memory is known: the second is the first with Adam's moments."""
-_PRODUCT_SIDES = {"cpu": 2048, "cuda": 8192}
-_LOOK_SECONDS = 0.03
+_CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -79,8 +74,7 @@ def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> 
     return recipe, config
 
 
-@dataclass
-class Trial:
+class Trial(NamedTuple):
     """A step and one micro-batch for it, on the device."""
 
     step: TrainingStep
@@ -113,39 +107,24 @@ def run_on_data(trial: Trial, prefetcher: DevicePrefetcher) -> None:
             step.micro_batch(batch, prefetcher.prefetch)
 
 
-def real_feed(recipe: Recipe, micro_batch: int) -> DevicePrefetcher:
-    """The batches that `train` would take, from its first step on. Raises DataError."""
-    source = training_images(recipe.data, recipe.eval.val_share)
-    recipe, _ = with_image_settings(recipe, source)
-    return build_prefetcher(recipe, source, micro_batch, device(), Position())
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of each run, by the `clock` that `clock_of` chose."""
+class Timing(NamedTuple):
+    """Seconds of each run, by the `clock` that `clock_of` chose; their median, and (largest - smallest) / median."""
 
     all_seconds: tuple[float, ...]
     clock: str
 
     @property
     def seconds(self) -> float:
-        """The median."""
         return median(self.all_seconds)
 
     @property
     def spread(self) -> float:
-        """(largest - smallest) / median."""
         return (max(self.all_seconds) - min(self.all_seconds)) / self.seconds
 
 
 def clock_of(device: torch.device, waits: bool = False) -> str:
-    """Choose the clock: "cpu", this process's CPU time, which other programs' load doesn't lengthen, for work with
-    one thread on the CPU that `waits` for no other process; else "wall"."""
+    """The CPU's clock, which other programs' load doesn't lengthen, for one thread that `waits` for no process."""
     return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and not waits else "wall"
-
-
-def now_by(clock: str) -> Callable[[], float]:
-    return time.process_time if clock == "cpu" else time.perf_counter
 
 
 def synchronize(device: torch.device) -> None:
@@ -155,20 +134,25 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_interleaved(
-    runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, waits: bool = False
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int,
+    device: torch.device,
+    waits: bool = False,
+    parts: Mapping[str, PartTimes] | None = None,
 ) -> dict[str, Timing]:
-    """Time each of `runs` `repeats` times after `warmup` calls, interleaved, every second round in reverse order."""
+    """Time each run `repeats` times after `warmup` calls, every second round in reverse order, and its `parts`."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     clock = clock_of(device, waits)
-    now = now_by(clock)
     for i in tqdm(range(warmup + repeats), desc="rounds", leave=False, disable=None):
         for name in list(runs)[:: -1 if i % 2 else 1]:
             synchronize(device)
-            begin = now()
-            runs[name]()
+            begin = _CLOCKS[clock]()
+            with listen(parts[name]) if parts and i >= warmup else nullcontext():
+                runs[name]()
             synchronize(device)
             if i >= warmup:
-                seconds[name].append(now() - begin)
+                seconds[name].append(_CLOCKS[clock]() - begin)
     return {name: Timing(tuple(times), clock) for name, times in seconds.items()}
 
 
@@ -176,7 +160,7 @@ class PartTimes:
     """Sums the seconds of each named range of `dino_ds.basics.ranges`; on a GPU by events, without waiting."""
 
     def __init__(self, device: torch.device, waits: bool = False) -> None:
-        self._device, self._now = device, now_by(clock_of(device, waits))
+        self._device, self._now = device, _CLOCKS[clock_of(device, waits)]
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -193,21 +177,6 @@ class PartTimes:
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
-    def after(self, warmup: int, run: Callable[[], object]) -> Callable[[], None]:
-        """Wrap `run` so that its parts are timed after the first `warmup` calls."""
-        left = warmup
-
-        def timed() -> None:
-            nonlocal left
-            if left:
-                left -= 1
-                run()
-            else:
-                with listen(self):
-                    run()
-
-        return timed
-
     def read(self) -> dict[str, float]:
         """Return the seconds of each part so far; waits for the device."""
         synchronize(self._device)
@@ -219,7 +188,7 @@ class PartTimes:
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) -> float:
     """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
-    side = _PRODUCT_SIDES.get(device.type, _PRODUCT_SIDES["cuda"])
+    side = 2048 if device.type == "cpu" else 8192
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     timing = time_interleaved({"product": lambda: torch.mm(a, b)}, repeats, 2, device)["product"]
     return 2 * side**3 / min(timing.all_seconds) / 1e12
@@ -253,11 +222,13 @@ def heading(title: str, result: dict[str, Any]) -> str:
 
 def describe_host() -> dict[str, Any]:
     """The host, its processor and GPU, the cores this process may use, threads, load average, date and versions."""
-    cuda = torch.cuda.is_available()
+    cuda, path = torch.cuda.is_available(), Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "host": platform.node(),
-        "cpu": _cpu_model(),
-        "cores": len(usable_cores()),
+        "cpu": next(models, platform.machine()),
+        "cores": len(distributed.usable_cores()),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
@@ -274,14 +245,7 @@ def host_line(host: dict[str, Any]) -> str:
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
 
 
-def _cpu_model() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-@dataclass(frozen=True)
-class VisibleGpu:
+class VisibleGpu(NamedTuple):
     """A GPU that torch sees; `free_gib` is the memory that other processes leave."""
 
     name: str
@@ -308,14 +272,8 @@ class ChildFailed(UserError):
     exit_code = 1
 
 
-@dataclass(frozen=True)
-class ChildResult:
-    """Result of a function in a new process.
-
-    value: what the function returned.
-    peak_mib: peak of the resident set.
-    imports_mib: resident set before the function ran, with the libraries loaded.
-    """
+class ChildResult(NamedTuple):
+    """value: what the function returned. peak_mib: peak of the resident set; imports_mib: before the function ran."""
 
     value: Any
     peak_mib: float
@@ -337,8 +295,7 @@ class GpuPeak:
         return (torch.cuda.max_memory_allocated() - self._held) / MIB
 
 
-@dataclass(frozen=True)
-class ChildLimits:
+class ChildLimits(NamedTuple):
     """Limits of the processes of `run_in_child`: gib of memory for each, a GPU's if there is one, and seconds."""
 
     ranks: int = 1
@@ -366,11 +323,19 @@ def run_in_child(
         processes, port = list[psutil.Popen](), find_free_port()
         with printed.open("wb") as output:
             for rank in range(limits.ranks):
-                variables = environment | (_rank_variables(rank, limits.ranks, port) if limits.ranks > 1 else {})
+                place: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                place |= {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": limits.ranks,
+                    "LOCAL_WORLD_SIZE": limits.ranks,
+                }
+                more = {name: str(value) for name, value in place.items()} if limits.ranks > 1 else {}
                 with words.open() as given:
-                    processes.append(
-                        psutil.Popen(command, env=variables, stdin=given, stdout=output, stderr=subprocess.STDOUT)
+                    child = psutil.Popen(
+                        command, env=environment | more, stdin=given, stdout=output, stderr=subprocess.STDOUT
                     )
+                processes.append(child)
         codes = _wait(processes, limits)
         if -signal.SIGKILL in codes:
             raise ChildOutOfMemory("a measuring process was killed, most likely for its memory: take a smaller batch")
@@ -386,22 +351,17 @@ def run_in_child(
         return ChildResult(**answer)
 
 
-def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
-
-
 def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> list[int | None]:
-    """Wait until all processes have ended, or one has failed; return the exit codes of those that ended by themselves.
-    Those that are left, also at a limit, are killed. Raises ChildFailed at a limit."""
+    """Return the exit codes, None for those that had not ended when another failed; raises ChildFailed at a limit."""
     end = float("inf") if limits.seconds is None else time.monotonic() + limits.seconds
     most = float("inf") if limits.gib is None or torch.cuda.is_available() else limits.gib  # a GPU's is the allocator's
     try:
         while any(process.poll() is None for process in processes):
-            time.sleep(_LOOK_SECONDS)
-            sizes = [_resident_gib(process) for process in processes]
-            if max(sizes) > most:
-                raise ChildOutOfMemory(f"a measuring process took {max(sizes):.2f} GiB, more than {most:.2f}")
+            time.sleep(0.03)
+            for process in processes:
+                with suppress(psutil.Error):  # it has ended meanwhile
+                    if (gib := process.memory_info().rss / 2**30) > most:
+                        raise ChildOutOfMemory(f"a measuring process took {gib:.2f} GiB, more than {most:.2f}")
             if any(process.poll() for process in processes):
                 break
             if time.monotonic() > end:
@@ -414,15 +374,8 @@ def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> list[int | None
             process.wait()
 
 
-def _resident_gib(process: psutil.Popen) -> float:
-    try:
-        return float(process.memory_info().rss) / 2**30
-    except psutil.Error:  # it has ended meanwhile
-        return 0.0
-
-
 def _child() -> None:
-    """Make the call of `run_in_child` in a new process; rank 0 writes the result to the file that the command names."""
+    """Make the call in a new process; rank 0 writes the result to the file that the command names."""
     with suppress(OSError):  # the kernel, if memory runs out, ends this process rather than another
         Path("/proc/self/oom_score_adj").write_text("1000")
     call = json.load(sys.stdin)

@@ -74,47 +74,40 @@ def choose_ds_config(
     share()
     start = start or choose()
     memory = predict(recipe, start.config, machine)
+    line = Event("memory   not estimated for this backbone", detail=True)
+    if memory is not None:
+        parts = {name: size / GIB for name, size in memory.parts.items() if size}
+        text = f"memory   predicted peak {memory}"
+        line = Event(text, detail=True, gib=memory.gib, moment=memory.moment, parts=parts)
+    trained = ""
+    if recipe.model.train != ALL:
+        elements = sum(student_facts(recipe).trained.values())
+        trained = describe_trained(recipe.model.trained, elements, count_parameters(recipe))
     return ChosenDsConfig(
         config=start.config,
         reason="" if start.is_named else str(start),
-        memory=_memory_line(memory),
-        trained=_trained_part(recipe),
+        memory=line,
+        trained=trained,
         predicted_gib=memory.gib if memory else None,
         check_fits=lambda: check_fits(recipe, start, machine),
     )
 
 
-def _memory_line(memory: Memory | None) -> Event:
-    if memory is None:
-        return Event("memory   not estimated for this backbone", detail=True)
-    parts = {name: size / GIB for name, size in memory.parts.items() if size}
-    return Event(f"memory   predicted peak {memory}", detail=True, gib=memory.gib, moment=memory.moment, parts=parts)
-
-
-def _trained_part(recipe: Recipe) -> str:
-    """Describe the trained part of the weights, or return "" if none is frozen."""
-    if recipe.model.train == ALL:
-        return ""
-    trained = sum(student_facts(recipe).trained.values())
-    return describe_trained(recipe.model.trained, trained, count_parameters(recipe))
-
-
 def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Machine) -> Start:
-    """Return the start with the named ds config, or with the default of a machine without GPUs. Raises ConfigError."""
+    """The start with the named ds config, or with the default of a machine without GPUs. Raises ConfigError."""
     return Start(ds, path, path, _resolve(recipe, ds, path, machine))
 
 
 def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: fit.Machine) -> Start:
-    """Return the start with the planner's ds config for these GPUs, and `overrides` of its keys. Raises ConfigError,
-    also if nothing fits."""
+    """The start with the planner's ds config for these GPUs, and `overrides` of its keys. Raises ConfigError."""
     assert machine.card_gib is not None
     card, path = fit.Gpu("a GPU", machine.card_gib, bf16=machine.bf16), "the planner's choice"
     cluster = fit.Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node))
     try:
-        best = fit.recommend(recipe, cluster, fit.FILLED * machine.card_gib)
+        _, recommended, *_ = fit.recommend(recipe, cluster, fit.FILLED * machine.card_gib)
     except NotEstimated as error:
         raise ConfigError(f"{error}, so no ds config can be chosen: name one with --ds_config") from None
-    ds = _changed(best.ds, path, overrides)
+    ds = _changed(recommended, path, overrides)
     why = f"by the planner for {machine.ranks} x {machine.card_gib:.1f} GiB (--ds_config FILE takes another)"
     return Start(ds, path, why, _resolve(recipe, ds, path, machine))
 
@@ -146,7 +139,7 @@ def resumed_start(
 
 
 def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ds JSON with `overrides`; if micro-batch or accumulation is among them, the other follows from it."""
+    """The ds JSON with `overrides`; if micro-batch or accumulation is among them, the other follows from it."""
     batches = {_MICRO, _ACCUMULATION} & overrides.keys()
     kept = {**ds, _MICRO: "auto", _ACCUMULATION: "auto"} if batches else dict(ds)
     kept.pop("train_batch_size", None)
@@ -159,8 +152,7 @@ def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Mach
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> Memory | None:
-    """Predict the memory of a rank as training will measure it, without the planner's margins; None for a backbone
-    without an estimate."""
+    """A rank's memory as training measures it, without the planner's margins; None where there is no estimate."""
     try:
         return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
     except NotEstimated:
@@ -176,8 +168,7 @@ def check_fits(recipe: Recipe, start: Start, machine: fit.Machine) -> None:
 
 
 def _fitting_options(recipe: Recipe, start: Start, machine: fit.Machine) -> str:
-    """What to change so that the recipe fits: the planner's ds config in place of a named one, else the largest
-    micro-batch that fits without recomputation, else with it; "" if nothing fits."""
+    """The planner's ds config in place of a named one, else the largest micro-batch that fits; "" if none does."""
     if start.is_named and machine.card_gib is not None:
         with suppress(ConfigError):
             if not _problem(recipe, planned_start(recipe, {}, machine).config, machine):
@@ -200,7 +191,7 @@ def _fitting_options(recipe: Recipe, start: Start, machine: fit.Machine) -> str:
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> str:
-    """Return which memory is too small, in words that follow the config's name; "" if both are large enough."""
+    """Which memory is too small, in words that follow the config's name; "" if both are large enough."""
     memory, here = predict(recipe, config, machine), machine.ranks_per_node
     if memory is None:
         return ""
@@ -210,7 +201,11 @@ def _problem(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> str:
         gib = fit.with_margins(memory, machine.ranks).gib
         if gib > machine.card_gib:
             return f"needs {gib:.1f} GiB by prediction, and the GPU has {machine.card_gib:.1f}"
-        host, ranks = fit.needed_bytes(recipe, config, here, machine.ranks) / GIB, ""
+        # The number of loader processes follows from the node's cores.
+        left_out = {"loader processes", "loaded batches"}
+        left_out |= set() if recipe.save_in_background else {"checkpoint being written"}
+        parts = fit.host_bytes(recipe, config, here, machine.ranks).items()
+        host, ranks = sum(size for name, size in parts if name not in left_out) / GIB, ""
     if host > machine.host_gib:
         room = f"{machine.host_gib:.1f}{'' if machine.card_gib else ' to take (90 % of what is free)'}"
         return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {room}"

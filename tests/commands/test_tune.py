@@ -59,7 +59,7 @@ class Machine:
 def machine(monkeypatch):
     made = Machine()
     monkeypatch.setattr(search.measure, "run_in_child", made)
-    monkeypatch.setattr("dino_ds.planning.bench.tune.usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(search.distributed, "usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(search, "_busy_seconds", lambda: 0.0)
     return made
 

@@ -123,10 +123,10 @@ def _peaks_of_construction() -> tuple[int, int, int]:
         network = build_network(recipe, config.performance, Placement(config))
         kept.append(Engine(network, config))
 
-    sizes, ranks = student_facts(recipe).sizes, distributed.world_size()
-    state = state_bytes(sizes, config, ranks, on_gpu=True)
+    facts, ranks = student_facts(recipe), distributed.world_size()
+    state = state_bytes(facts, config, ranks, on_gpu=True)
     state.pop("teacher")
-    held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config, ranks)
+    held = sum(state.values()) + gradient_bytes(facts.sizes, config, ranks, on_gpu=True) + bucket_bytes(config, ranks)
     return _peak_bytes(build), _peak_bytes(build_all), held
 
 

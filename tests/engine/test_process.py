@@ -13,8 +13,8 @@ from dino_ds.engine import distributed, process
 from dino_ds.engine.process import _join, _quiet_deepspeed, init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.method import build
-from tests.costs.cnn import RESNET, cnn_recipe
 from tests.engine.harness import ds_config
+from tests.planning.measure.tiny import RESNET, cnn_recipe
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch):

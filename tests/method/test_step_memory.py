@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dino_ds.engine.process import init_distributed
 from dino_ds.method import dino
 from dino_ds.models import prototypes
-from dino_ds.planning.bench.ladder import LadderStep, all_steps, build_ladder_step, last_exact
+from dino_ds.planning.bench.step import LadderStep, all_steps, build_ladder_step
 from tests.planning.measure.tiny import tiny_recipe
 
 K = 3001  # a size that nothing else of the step has
@@ -65,7 +65,8 @@ def test_a_step_holds_only_tiles(monkeypatch):
     monkeypatch.setitem(prototypes._TILE, "cpu", TILE * 4 * K)
     monkeypatch.setitem(prototypes._PART, "cpu", PART * 4 * K)
     monkeypatch.setitem(dino._KEPT, "cpu", KEPT * 4 * K)
-    lean, plain = _watched(last_exact()), _watched(all_steps()[0])
+    exact = [step for step in all_steps() if step.exact]
+    lean, plain = _watched(exact[-1]), _watched(exact[0])
     assert lean.largest == TILE
     assert lean.most <= max(KEPT + TILE, 2 * TILE) + 4 * PART
     assert plain.largest > 100 and lean.most <= 0.2 * plain.most

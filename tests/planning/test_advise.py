@@ -23,17 +23,8 @@ from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning import image_facts
-from dino_ds.planning.advise import (
-    Situation,
-    advise,
-    continued_length,
-    epochs,
-    momentum,
-    prototypes,
-    small_momentum,
-    ways,
-)
+from dino_ds.planning import advise as advising
+from dino_ds.planning.advise import Situation, advise
 from dino_ds.run.beginning import few_images
 from tests.run.harness import REPOSITORY, image_folder
 
@@ -60,12 +51,10 @@ def _photographs(place, count=100, side=100):
 NOISE = """
 import numpy as np
 class Noise:
-    def __init__(self, root): self.images, self.shape = int(root.split("_")[0]), tuple(map(int, root.split("_")[1:]))
+    def __init__(self, root): self.images = int(root)
     def __len__(self): return self.images
     def name(self, index): return str(index)
-    def load(self, index):
-        image = np.random.default_rng(index).integers(0, 255, (self.shape[0], *self.shape), np.uint8)
-        return image if self.shape[1] > 1 else image[..., 0]
+    def load(self, index): return np.random.default_rng(index).integers(0, 255, (120, 120, 6), np.uint8)
 """
 
 
@@ -74,6 +63,8 @@ def test_fifty_thousand_photographs_on_one_card_are_a_page_whose_command_a_shell
     (tmp_path / "list.txt").write_text("\n".join(lines * 2500))
     found = _advise(capsys, str(tmp_path / "list.txt"), "--gpus", "1")
     assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3, "gpus": 1}
+    features = f"dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root {tmp_path}/list.txt --out"
+    assert any(features in note for note in found["notes"])
     start = f"--config continue --data.root {tmp_path}/list.txt --model.init_from vit_small_patch16_224.dino"
     assert found["command"] == f"dino-ds train {start}" and _accepted(found["command"]).data.global_batch == 64
     many = _advise(capsys, str(tmp_path / "list.txt"), "--gpus", "8")
@@ -94,7 +85,7 @@ def test_fifty_thousand_photographs_on_one_card_are_a_page_whose_command_a_shell
 def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monkeypatch, capsys):
     (tmp_path / "advised_noise.py").write_text(NOISE)
     monkeypatch.chdir(tmp_path)
-    found = _advise(capsys, "--source", "advised_noise:Noise", "--root", "4000_120_6", "--gpus", "1")
+    found = _advise(capsys, "--source", "advised_noise:Noise", "--root", "4000", "--gpus", "1")
     recipe = _accepted(found["command"])
     assert recipe.model.in_chans == 6 and recipe.model.init_from is None and recipe.crops.global_size == 112
     assert any("--data.source advised_noise:Noise" in note and "look-data --config" in note for note in found["notes"])
@@ -124,15 +115,11 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     prepare(*parse([*words, "--resume"]))
 
 
-def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):
-    notes = _advise(capsys, str(_photographs(tmp_path)))["notes"]
-    command = f"dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root {tmp_path} --out"
-    assert any(command in note for note in notes)
-
-
 def test_without_a_gpu_the_ways_are_compared_each_with_a_command_that_runs(tmp_path, capsys):
     found = _advise(capsys, str(_photographs(tmp_path / "my images", side=40)))
     as_they_are, *trained = found["ways"]
+    assert [way["way"] for way in found["ways"]] == ["as they are", "continue", "teach", "from scratch"]
+    assert all(way["gave"] and way["minutes"] < 60 for way in found["ways"])
     words = shlex.split(as_they_are["command"])
     options = read(COMMANDS["embed"], parse_flags(COMMANDS["embed"], words[2:]))[0]
     assert words[1] == "embed" and str(tmp_path / "my images") in str(options.root)
@@ -206,15 +193,15 @@ def test_advise_does_not_wait_for_torch():
 
 
 def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
-    monkeypatch.setattr(image_facts, "open_image", lambda *_, **how: time.sleep(0.01) or Image.new("RGB", (50, 50)))
-    monkeypatch.setattr(image_facts, "_SECONDS", 0.05)
+    monkeypatch.setattr(advising, "open_image", lambda *_, **how: time.sleep(0.01) or Image.new("RGB", (50, 50)))
+    monkeypatch.setattr(advising, "_SECONDS", 0.05)
     monkeypatch.setattr(Image.Image, "values", lambda image: np.asarray(image), raising=False)
     monkeypatch.setattr(Image.Image, "channels", 3, raising=False)
 
     class Many(list):
         classes, name = None, str
 
-    assert image_facts.look_at(Many(range(1000)), 500)["looked_at"] == 20
+    assert advising.look_at(Many(range(1000)), 500)["looked_at"] == 20
 
 
 @pytest.mark.parametrize(
@@ -250,7 +237,7 @@ SOURCES = ("arXiv", "dino", "LightlyTrain", "docs/", "rule of thumb", "released 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8, 64])
 def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
-    for images, side, channels in itertools.product(COUNTS[::3], (8, 32, 95, 96, 375), (1, 6)):
+    for images, side, channels in itertools.product(COUNTS[::3], (8, 95, 375), (1, 6)):
         facts = Situation(images, side, channels, gpus)
         rows = advise(facts)
         assert all(any(source in row.why for source in SOURCES) for row in rows), rows
@@ -280,35 +267,40 @@ def test_a_length_beyond_the_limit_is_said_by_train():
     assert len(few_images(600_000 // MOST_PASSES, 600_000)) == 1 and few_images(2000, 600_000) == []
 
 
+def _advised(key, counts, side=375, channels=6, gpus=8):
+    """The value of a key by number of images; images of six channels are trained from scratch."""
+    found = [{k: v for row in advise(Situation(n, side, channels, gpus)) for k, v in row.flags.items()} for n in counts]
+    return [float(flags[key].split()[0]) for flags in found]
+
+
 def _falls(values):
     return all(a >= b for a, b in itertools.pairwise(values))
 
 
 def test_more_images_are_seen_less_often_and_more_in_all():
     """Within LightlyTrain's ranges; also where released weights are continued, as long as recipe continue does."""
-    passes = [epochs(images) for images in COUNTS]
+    passes = _advised("length", COUNTS)
     assert _falls(passes)
-    lengths = [(n, continued_length(n)) for n in COUNTS if n < 1_280_000]
-    assert _falls([seen / n for n, seen in lengths]) and _falls([seen for _, seen in lengths][::-1])
-    assert lengths[-1][1] == load_recipe("continue", {"model.init_from": "x"}).length.value
+    few = [n for n in COUNTS if n < 1_000_000]
+    lengths = _advised("length", few, channels=3)
+    assert _falls([seen / n for n, seen in zip(few, lengths, strict=True)]) and _falls(lengths[::-1])
+    assert lengths[-1] == load_recipe("continue", {"model.init_from": "x"}).length.value
     # Each is rounded to whole epochs.
     seen = zip(passes, COUNTS, strict=True)
     assert all((b + 0.5) * m >= (a - 0.5) * n for (a, n), (b, m) in itertools.pairwise(seen))
     for images, low, high in [(1000, 200, 2000), (50_000, 200, 2000), (300_000, 100, 500), (20_000_000, 5, 100)]:
-        assert low <= epochs(images) <= high
+        assert low <= _advised("length", [images])[0] <= high
 
 
 def test_values_follow_the_images_and_the_batch():
     for gpus in (1, 8):
         batches = [Situation(images, 375, 3, gpus).batch for images in COUNTS]
         assert _falls(batches[::-1]) and batches[0] == 32 and batches[-1] == 512
-    found = [prototypes(images) for images in COUNTS]
-    assert _falls(found[::-1]) and found[0] == 1024 and found[-1] == 65536
-    assert momentum(512, 250_000) == 0.996 and momentum(256, 100) == 0.99
-    assert _falls([momentum(batch, 250_000) for batch in (16, 32, 64, 128, 256, 512, 1024)])
-    assert _falls([momentum(256, steps) for steps in (250_000, 50_000, 20_000, 10_000, 100)])
-    small = load_recipe("small", {})
-    assert small_momentum(small.data.global_batch) == small.teacher.momentum and small_momentum(256) == 0.81
+    many = [n for n in COUNTS if n >= 100_000]
+    found = _advised("head.prototypes", many)
+    assert _falls(found[::-1]) and found[0] == 4096 and found[-1] == 65536
+    assert _advised("teacher.momentum", many)[-1] == 0.996
+    assert _advised("teacher.momentum", [600, 4000], side=64) == [0.9, 0.81]  # recipe small's, of batches of 64 and 256
     for patch in (4, 8, 16):
         for side in range(2 * patch, 300):
             large, local = fitting_sizes(side, patch, 224)
@@ -323,15 +315,10 @@ def test_recipe_continue_is_the_advice_for_fifty_thousand_images():
     assert load_recipe(facts.recipe, start) == load_recipe(facts.recipe, flags)
 
 
-def test_without_a_gpu_released_weights_are_compared_with_none():
-    """For each size in color: what each way gave, with its time; a small network is taught, not begun from nothing."""
+def test_without_a_gpu_a_small_network_is_taught_by_released_weights_where_these_fit():
     for side, channels in itertools.product((8, 31, 32, 64, 100, 375), (1, 3, 6)):
         facts = Situation(2000, side, channels)
-        shown = ways(facts)
         flags = {name: value for row in advise(facts) for name, value in row.flags.items()}
-        assert bool(shown) == ("teacher.source" in flags) == (side >= 32 and channels != 6)
-        if shown:
+        assert ("teacher.source" in flags) == (side >= 32 and channels != 6)
+        if "teacher.source" in flags:
             assert load_recipe(facts.recipe, flags).crops.global_size >= 64
-            assert [way.name for way in shown] == ["as they are", "continue", "teach", "from scratch"]
-            assert all(way.gave and way.images * way.seconds < 60 * 60 for way in shown)
-    assert ways(Situation(2000, 375, 3, gpus=1)) == []

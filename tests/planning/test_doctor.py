@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Request
+from dino_ds.errors import ConfigError
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.planning import doctor
+from dino_ds.planning.doctor import read_hostfile
 from dino_ds.planning.measure import VisibleGpu
 from tests.launching.cluster import environment
 from tests.run.harness import REPOSITORY, image_folder
@@ -22,9 +26,9 @@ from tests.run.harness import REPOSITORY, image_folder
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 
 
-def _resolved(name):
-    path = str(REPOSITORY / "ds_configs" / name)
-    return resolve_ds_config(load_ds_config(path, {}), path, 512, 1)
+def _files(recipe, **changes):
+    path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
+    return {"recipe": recipe, "request": Request(), "ds": load_ds_config(path, changes), "ds_path": path}
 
 
 def _levels(findings):
@@ -33,8 +37,7 @@ def _levels(findings):
 
 def test_the_page_of_this_machine(tmp_path, capsys):
     recipe = load_recipe(None, {"data.root": str(image_folder(tmp_path / "images")), "data.workers": "0"})
-    path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
-    files = {"recipe": recipe, "request": Request(), "ds": load_ds_config(path, {}), "ds_path": path}
+    files = _files(recipe)
     result = doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs"), json=True), **files).data
     assert not capsys.readouterr().out
     by_topic = {finding["topic"]: finding for finding in result["findings"]}
@@ -63,24 +66,24 @@ def test_a_torch_that_does_not_load_is_a_page_not_a_traceback(tmp_path):
 def test_gpus_that_others_use_and_a_precision_that_the_device_lacks(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False, raising=False)
     if not torch.cuda.is_available():
-        *_, stops = doctor.look_at_gpus(_resolved("zero2_fp16.json"))
+        *_, stops = doctor.look_at_gpus("fp16")
         assert stops.level == "FAIL" and "no fp16" in stops.text and "wants fp16" in stops.remedy
-        assert _levels(doctor.look_at_gpus(_resolved("zero2_bf16.json")))[-1] == "ok"
+        assert _levels(doctor.look_at_gpus("bf16"))[-1] == "ok"
     gpus = [VisibleGpu("A", "8.0", 40.0, 39.5), VisibleGpu("A", "8.0", 40.0, 10.0)]
     monkeypatch.setattr("dino_ds.planning.measure.find_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    found = list(doctor.look_at_gpus(_resolved("zero2_bf16.json")))
+    found = list(doctor.look_at_gpus("bf16"))
     assert _levels(found) == ["ok", "warn", "warn", "FAIL"] and "NCCL" in found[2].text
     assert found[1].text == "1: A, capability 8.0, 10.0 of 40.0 GiB free" and "no bf16" in found[3].text
 
 
 @no_gpu_here
 def test_a_driver_without_a_gpu_for_torch_stops(monkeypatch, tmp_path):
-    assert doctor.look_for_driver().level == "warn"
+    assert next(doctor.look_at_gpus("fp32")).level == "warn"
     monkeypatch.setattr(doctor, "_DRIVER", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn("the driver is too old", stacklevel=1))
-    found = doctor.look_for_driver()
+    found = next(doctor.look_at_gpus("fp32"))
     assert found.level == "FAIL" and "the driver is too old" in found.text
 
 
@@ -89,14 +92,90 @@ def test_a_compiler_small_shared_memory_and_a_closed_folder_are_named(monkeypatc
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    path, recipe = str(REPOSITORY / "ds_configs/zero0_fp32.json"), load_recipe("vits16", {"data.workers": "8"})
-    files = {
-        "recipe": recipe,
-        "request": Request(),
-        "ds": load_ds_config(path, {"dino_ds.compile": "default"}),
-        "ds_path": path,
-    }
+    files = _files(load_recipe("vits16", {"data.workers": "8"}), **{"dino_ds.compile": "default"})
     result = doctor.run(DoctorOptions(run_dir=str(tmp_path / "a/b"), json=True), **files).data
     stops = {found["topic"]: found["remedy"] for found in result["findings"] if found["level"] == "FAIL"}
     assert stops.keys() == {"compilers", "shm", "disk"} and not result["trains"]
     assert "--shm-size" in stops["shm"] and "apt-get install g++" in stops["compilers"]
+
+
+SAME = {"python": "3.11.7", "torch": "2.15.0", "the code in /here": "c0de", "a.json": "CRC 1"}
+ANSWER = {"same": SAME, "gpus": ["A100", "A100"], "images": "", "sees": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ([{}, {}], []),
+        ([{}, {"same": {**SAME, "torch": "2.14.0"}}], ["w2: torch is 2.14.0, and 2.15.0 on w1"]),
+        ([{"sees": False}], ["w1: does not see /runs/a of this machine -> put --run_dir on a disk that all share"]),
+        ([{}, {"images": "/a does not exist"}], ["w2: /a does not exist -> mount the images there"]),
+        ([{"gpus": []}, {"gpus": []}], []),  # a run on CPUs
+        ([{}, {"gpus": ["A100"]}], ["w2: 1 GPUs are found for 2 slots"]),
+        ([{"sees": False}, "not reachable: log in"], ["w1: does not see", "w2: not reachable -> log in"]),
+    ],
+)
+def test_every_problem_of_a_machine_is_named_with_its_remedy(changes, says, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    answers = {f"w{n}": more if isinstance(more, str) else ANSWER | more for n, more in enumerate(changes, 1)}
+    findings = list(doctor.judge_answers(dict.fromkeys(answers, 2), answers, Path("/runs/a")))
+    problems = [f"{finding.text} -> {finding.remedy}" for finding in findings if finding.level == "FAIL"]
+    assert all(text.startswith(part) for text, part in zip(problems, says, strict=True))
+    assert len({finding.text.partition(":")[0] for finding in findings}) == len(changes)
+
+
+def test_why_a_machine_is_silent():
+    for script, says in (
+        ("exit 255", "not reachable by ssh"),
+        ("no_such_program", "no_such_program: not found"),
+        ("true", "no answer (code 0): this checkout"),
+        ('echo welcome; echo \'{"torch": "2.11"}\'', "no answer (code 0)"),
+    ):
+        assert says in doctor._ask(["sh", "-c", script], "{}")
+    assert doctor._ask(["sh", "-c", f"echo welcome; echo '{json.dumps(ANSWER)}'; echo bye"], "{}") == ANSWER
+
+
+def test_machines_come_in_the_order_of_the_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# cluster\n\nw1 slots=4\r\n  gpu_node-2.example.org\tslots=2  # new\n10.0.0.3 slots=1")
+    assert list(read_hostfile(str(path)).items()) == [("w1", 4), ("gpu_node-2.example.org", 2), ("10.0.0.3", 1)]
+
+
+BROKEN = ["root@w1 slots=1", "w[1-4] slots=1", "w1,w2 slots=1", "w1:22 slots=1", "w1", "slots=1 w1", "w1 slots=0"]
+BROKEN += ["w1 slots=1025", "w1 slots=2x", "w1 slots=-1", "w1 slots=1 extra", "w1 slots = 1", "w1 slots=\u00b2"]
+# Options and commands for ssh and for a shell.
+BROKEN += [
+    "w1 slots=1;touch canary",
+    "w" * 300 + " slots=1",
+    "w1\x0bslots=1",
+    "-oProxyCommand=touch${IFS}canary slots=1",
+]
+BROKEN += ["w1\u202e slots=1", "$(touch${IFS}canary) slots=1", "`touch${IFS}canary` slots=1", "../../etc slots=1"]
+
+
+def test_every_other_line_is_named_with_what_to_write(tmp_path):
+    path = tmp_path / "hosts"
+    for line in BROKEN:
+        path.write_text(f"w0 slots=1\n{line}\n")
+        with pytest.raises(ConfigError, match=r'is not "name slots=N": .* as in node1') as error:
+            read_hostfile(str(path))
+        assert str(error.value).startswith(f"hostfile {path}:2: '") and "\n" not in str(error.value)
+        assert len(str(error.value)) < 350 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"w1 slots=1\nw1 slots=2\n", ":2: w1 is named twice"),
+        (b"# none\n\n", "names no machine"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"w1 slots=1\n" * 100_001, "bytes, 262144 are allowed"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_hostfile(content, says, tmp_path):
+    path = tmp_path / "hosts"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        read_hostfile(str(path))

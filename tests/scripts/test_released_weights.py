@@ -6,6 +6,7 @@ import io
 import json
 import zipfile
 
+import pytest
 import timm
 import torch
 
@@ -25,6 +26,7 @@ def test_the_start_is_the_wheel_s_tensors_in_timm_s_network(tmp_path):
     assert all(torch.equal(value, network.state_dict()[name]) for name, value in read.state_dict().items())
 
 
+@pytest.mark.full  # nobody but the study's authors meets its faults
 def test_a_taught_network_is_a_start_whose_ways_are_measured(tmp_path, capsys):
     for split, count in (("train", 24), ("test", 8)):
         image_folder(tmp_path / split, count, classes=2)

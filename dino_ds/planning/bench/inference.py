@@ -23,7 +23,6 @@ from dino_ds.planning.measure import begin, clock_name, describe_host, host_line
 from dino_ds.weights.load import Backbone, load
 
 BASELINE = "fp32"
-LEAST_ROUNDS = 5
 _RANDOM_SIZE = 224
 
 Features = Callable[[Tensor], Tensor]
@@ -71,7 +70,7 @@ def run(options: BenchInferenceOptions) -> Result:
 
 
 def _random(name: str) -> Backbone:
-    """Build an architecture with random weights. Raises ConfigError for a name that no recipe accepts."""
+    """Raises ConfigError for a name that no recipe accepts."""
     try:
         spec = backbone_spec(name)
     except ValueError as error:
@@ -125,7 +124,7 @@ def _measured(ways: dict[str, Features], images: Tensor, options: BenchInference
     exact = features[BASELINE]
     synchronize(device())
     fitting = int(options.seconds / max(time.monotonic() - began, 1e-9))
-    repeats = max(LEAST_ROUNDS, min(options.rounds, fitting))
+    repeats = max(5, min(options.rounds, fitting))
     runs = {name: (lambda way=way: way(images)) for name, way in ways.items()}
     timings = time_interleaved(runs, repeats, options.warmup, device())
     return [

@@ -1,13 +1,20 @@
-"""`dino-ds bench step`: images/s, TFLOP/s, MFU, memory and the share of each part of the training step."""
+"""`dino-ds bench step`: images/s, TFLOP/s, MFU, memory and the share of each part of the training step; and `dino-ds
+bench ladder`, which adds one optimization at a time to the plain DINO step, and measures what each gains.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dino_ds.basics.files import check_absent
@@ -15,21 +22,24 @@ from dino_ds.basics.formatting import markdown_table, short
 from dino_ds.basics.own_code import allow_code
 from dino_ds.basics.ranges import PARTS, listen
 from dino_ds.config.ds_config import change_ds_config
-from dino_ds.config.ds_schema import DsConfig
+from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.engine import distributed
+from dino_ds.engine.muon import on_amd, products_of_torch
 from dino_ds.engine.process import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
-from dino_ds.options.commands import BenchStepOptions
+from dino_ds.method.build import fitting_levers
+from dino_ds.method.dino import dino_loss
+from dino_ds.method.ibot import ibot_loss
+from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
+from dino_ds.options.commands import BenchLadderOptions, BenchStepOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning import measure
 
-_TRACE, _TRACED, _OPERATORS = "trace.json", 3, 15
-Settings = dict[str, tuple[Recipe, dict[str, Any]]]
-"""Recipe and ds JSON of each compared setting, by name."""
+_TRACE = "trace.json"
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
@@ -47,7 +57,11 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     if torch.cuda.is_available():  # one at a time: two may not fit
         summaries = [summary for name, pair in resolved.items() for summary in _measure({name: pair}, {}, options)]
     else:
-        memory = {name: _peak_memory(*pair, ds_path, batch, options.threads) for name, pair in settings.items()}
+        memory = dict[str, dict[str, float]]()
+        for name, setting in settings.items() if distributed.world_size() == 1 else ():
+            words: dict[str, Any] = {"recipe": setting[0].model_dump(mode="json"), "ds": setting[1], "ds_path": ds_path}
+            child = measure.run_in_child(take_steps, options.threads, batch=batch, **words)
+            memory[name] = {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
         summaries = _measure(resolved, memory, options)
     result = measure.about(recipe, batch) | {"settings": summaries}
     if options.compare:
@@ -56,7 +70,10 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     return Result(result, _page(result))
 
 
-def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None) -> Settings:
+def _settings(
+    recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None
+) -> dict[str, tuple[Recipe, dict[str, Any]]]:
+    """Recipe and ds JSON of each compared setting, by name."""
     if compare is None:
         return {"step": (recipe, ds)}
     key, _, text = compare.partition("=")
@@ -73,15 +90,6 @@ def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | N
     return {f"{key}={v}": (change_recipe(recipe, {key: v}), ds) for v in values}
 
 
-def _peak_memory(recipe: Recipe, ds: dict[str, Any], ds_path: str, batch: int, threads: int) -> dict[str, float]:
-    """Measure peak memory in a child process; {} with several ranks, where it is read in this process later."""
-    if distributed.world_size() > 1:
-        return {}
-    arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "ds_path": ds_path}
-    child = measure.run_in_child(take_steps, threads, batch=batch, **arguments)
-    return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
-
-
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
     """Run a few steps in the process whose memory is measured."""
     trial = measure.build_trial(*measure.resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
@@ -92,21 +100,42 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: 
 def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
-    """Time the settings, interleaved. memory: of each setting; {} on a GPU, where it is measured here, for one."""
-    peak, waits = None if memory else measure.GpuPeak(), distributed.world_size() > 1
+    """Time the settings, interleaved; memory: of each setting as far as it was measured in a process of its own."""
+    peak, waits = measure.GpuPeak() if torch.cuda.is_available() else None, distributed.world_size() > 1
     parts = {name: measure.PartTimes(device(), waits) for name in resolved}
     steps = {name: measure.build_trial(*pair).run for name, pair in resolved.items()}
-    runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
-    timings = measure.time_interleaved(runs, options.steps, options.warmup, device(), waits)
+    timings = measure.time_interleaved(steps, options.steps, options.warmup, device(), waits, parts)
     traced = {name: trace_steps(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     steps.clear()
-    runs.clear()
     release_memory()
-    return [
-        {"name": name, **_summary(timings[name], parts[name].read(), *pair, memory[name]), **traced[name]}
-        for name, pair in resolved.items()
-    ]
+    cuda, ranks, summaries = torch.cuda.is_available(), distributed.world_size(), []
+    for name, (recipe, config) in resolved.items():
+        timing, images, measured = timings[name], config.micro_batch * config.accumulation, memory.get(name, {})
+        libraries = int(measured.get("imports_mib", 0.0) * measure.MIB)
+        predicted = estimate_memory(recipe, config, ranks, cuda, libraries)
+        flops, spent = sum(model_flops(recipe).values()), parts[name].read()
+        tflops = flops * images / timing.seconds / 1e12
+        rate = measure.matmul_tflops(device(), DTYPES[config.precision])
+        shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}
+        summary = {
+            "name": name,
+            "precision": config.precision,
+            "stage": config.stage,
+            "images_per_second": images * ranks / timing.seconds,
+            "step_seconds": timing.seconds,
+            "spread": timing.spread,
+            "clock": timing.clock,
+            "gflop_per_image": flops / 1e9,
+            "tflops": tflops,
+            "matmul_tflops": rate,
+            "mfu": tflops / rate,
+            "parts": {**shares, "other": 1 - sum(shares.values())},
+            "peak_memory_mib": memory_gib() * 1024,
+            "predicted_memory_mib": predicted.gib * 1024,
+        }
+        summaries.append({**summary, **measured, **traced[name]})
+    return summaries
 
 
 def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
@@ -118,7 +147,7 @@ def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
         listen(record_function),
         listen(torch.cuda.nvtx.range) if on_gpu else nullcontext(),
     ):
-        for _ in range(_TRACED):
+        for _ in range(3):
             step()
         measure.synchronize(device())
     try:
@@ -127,36 +156,8 @@ def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
         raise ConfigError(f"--profile {folder} can't be made: {error.strerror}") from None
     profiler.export_chrome_trace(str(path))
     by = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
-    table = profiler.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=40)
+    table = profiler.key_averages().table(sort_by=by, row_limit=15, max_name_column_width=40)
     return {"trace": str(path), "operators": table}
-
-
-def _summary(
-    timing: measure.Timing, spent: dict[str, float], recipe: Recipe, config: DsConfig, memory: dict[str, float]
-) -> dict[str, Any]:
-    cuda, libraries = torch.cuda.is_available(), int(memory.get("imports_mib", 0.0) * measure.MIB)
-    predicted = estimate_memory(recipe, config, distributed.world_size(), cuda, libraries)
-    images = config.micro_batch * config.accumulation
-    flops = sum(model_flops(recipe).values())
-    tflops = flops * images / timing.seconds / 1e12
-    peak = measure.matmul_tflops(device(), DTYPES[config.precision])
-    shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}
-    return {
-        "precision": config.precision,
-        "stage": config.stage,
-        "images_per_second": images * distributed.world_size() / timing.seconds,
-        "step_seconds": timing.seconds,
-        "spread": timing.spread,
-        "clock": timing.clock,
-        "gflop_per_image": flops / 1e9,
-        "tflops": tflops,
-        "matmul_tflops": peak,
-        "mfu": tflops / peak,
-        "parts": {**shares, "other": 1 - sum(shares.values())},
-        "peak_memory_mib": memory_gib() * 1024,
-        "predicted_memory_mib": predicted.gib * 1024,
-        **memory,
-    }
 
 
 def _page(result: dict[str, Any]) -> str:
@@ -185,4 +186,180 @@ def _page(result: dict[str, Any]) -> str:
         lines += ["", settings[0]["operators"], f"{settings[0]['trace']}: open it in ui.perfetto.dev"]
     if "ratio" in result:
         lines.append(f"ratio of images/s, second to first: {result['ratio']:.3f}")
+    return "\n".join(lines)
+
+
+_PLAIN = PerformanceOptions(packed=False, cls_only_last_block=False, channels_last=False)
+CLIPPING = 3.0
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """How a training step of the ladder is built. exact: its result equals the plain step's up to rounding."""
+
+    name: str
+    exact: bool = True
+    performance: PerformanceOptions = _PLAIN
+    tiled_loss: bool = False
+    onednn: bool = False
+    precision: str = "fp32"
+    batched_stochastic_depth: bool = False
+
+
+def all_steps() -> list[LadderStep]:
+    """Return the steps, the plain one first; each adds an optimization to the step before it."""
+    steps = [LadderStep("plain step")]
+
+    def add(name: str, levers: dict[str, Any] | None = None, **changes: Any) -> None:
+        changes["performance"] = dataclasses.replace(steps[-1].performance, **levers or {})
+        steps.append(dataclasses.replace(steps[-1], name=name, **changes))
+
+    add("packed crops", {"packed": True})
+    add("CLS-only last block", {"cls_only_last_block": True})
+    add("channels-last images", {"channels_last": True})
+    add("prototypes and loss in tiles", tiled_loss=True)
+    add("oneDNN's products", onednn=True)
+    add("bf16", exact=False, precision="bf16")
+    add("torch.compile", {"compile": "default"})
+    add("batched stochastic depth", {"compile": "off"}, batched_stochastic_depth=True)  # these two exclude each other
+    return steps
+
+
+def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
+    """Return why this step can't be measured here, or None if it can."""
+    cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
+    of_vits, of_others = ("packed crops", "CLS-only last block", "batched stochastic depth"), ("channels-last images",)
+    if step.name in (of_others if is_vit else of_vits):
+        kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
+        return f"{recipe.model.backbone} is {kind}"
+    if step.name == "oneDNN's products" and not (on_amd() and not cuda):
+        return "they pay on AMD's CPUs with AVX-512 only"
+    if step.name == "bf16" and not cuda and not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        return "this CPU has no bf16 units"
+    if step.name == "torch.compile" and not (cuda and (shutil.which("cc") or shutil.which("gcc"))):
+        return "there is no C compiler" if cuda else "it pays on a GPU only, which has kernels to fuse"
+    if step.batched_stochastic_depth and recipe.model.drop_path == 0:
+        return "model.drop_path is 0"
+    return None
+
+
+def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.Trial:
+    """Build a trial of this step with `batch` images, in one process."""
+    if step.batched_stochastic_depth:
+        recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
+    stage = 0 if step.precision == "fp32" else 1
+    ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
+    ds |= {"dino_ds": dataclasses.asdict(fitting_levers(recipe, step.performance))}
+    ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
+    trial = measure.build_trial(*measure.resolve(recipe, ds, "bench ladder", batch))
+    if not step.tiled_loss:  # the heads compute their losses by the plain formulas
+        for head in trial.step.engine._engine.module.heads().values():
+            head.prototypes.__class__ = PlainPrototypes
+    return trial
+
+
+class PlainPrototypes(Prototypes):
+    """All logits as one matrix, in FP32, for `dino_loss` or `ibot_loss`; normalizes the whole weight in each pass."""
+
+    def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
+        if comparison is None or not (comparison.exclude_own or comparison.weights is not None):
+            return super().forward(z, comparison)
+        weight = self.weight if self.free else F.normalize(self.weight, dim=-1)
+        weight = weight if self.lengths is None else weight * self.lengths
+        logits, how = F.linear(F.normalize(z, dim=-1), weight), comparison
+        products = how.teacher.rows @ how.teacher.weight.t() * how.teacher.scale
+        targets = F.softmax(products / how.temperature + how.shift, dim=-1).unflatten(0, (how.crops, -1))
+        images = targets.shape[1]
+        weights = targets.new_ones(images) if how.weights is None else how.weights
+        if how.exclude_own:
+            loss = dino_loss(logits.unflatten(0, (-1, images)), targets, how.student_temp, how.others)
+        else:
+            loss = ibot_loss(logits, targets[0], how.student_temp, weights, int(how.divisor or 1))
+        entropies = torch.special.entr(targets).sum(dim=-1) * weights
+        mean = entropies.sum() / (weights.sum() * how.crops).clamp_min(1e-9)
+        return Compared(loss, mean, how.share(len(logits)))
+
+
+def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
+    """Measure every step that this host can run."""
+    batch = measure.begin(options.batch, options.threads, "bench ladder")
+    reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
+    steps = [step for step in all_steps() if reasons[step.name] is None]
+    memory, runs = dict[str, measure.ChildResult](), dict[str, Callable[[], Tensor]]()
+    for step in steps:
+        memory[step.name], runs[step.name] = _prepare(step, recipe, batch, options.threads)
+    timings = measure.time_interleaved(runs, options.steps, options.warmup, device())
+    rows, first = list[dict[str, Any]](), steps[0].name
+    for before, step in zip([steps[0], *steps], steps, strict=False):
+        timing = timings[step.name]
+        row = {"name": step.name, "exact": step.exact, "images_per_second": batch / timing.seconds}
+        row |= {"step_seconds": timing.seconds, "speedup_step": timings[before.name].seconds / timing.seconds}
+        row |= {"speedup_total": timings[first].seconds / timing.seconds, "peak_memory_mib": memory[step.name].peak_mib}
+        rows.append(row | {"spread": timing.spread})
+    exact = [row for row in rows if row["exact"]]
+    result = measure.about(recipe, batch) | {
+        "ladder_steps": rows,
+        "skipped": {name: reason for name, reason in reasons.items() if reason},
+        "exact_total_speedup": exact[-1]["speedup_total"],
+        "exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"],
+        "imports_mib": memory[first].imports_mib,
+        "clock": timings[first].clock,
+    }
+    return Result(result, _ladder_page(result))
+
+
+def _prepare(
+    step: LadderStep, recipe: Recipe, batch: int, threads: int
+) -> tuple[measure.ChildResult, Callable[[], Tensor]]:
+    """Build one ladder step; peak memory is read from the GPU's allocator, or on a CPU measured in a child process."""
+    if torch.cuda.is_available():
+        peak = measure.GpuPeak()
+        trial = build_ladder_step(step, recipe, batch)
+        for _ in range(measure.MEMORY_STEPS):
+            _take(step, trial)
+        memory = measure.ChildResult(None, peak.mib(), 0.0)
+    else:
+        arguments: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
+        memory = measure.run_in_child(take_ladder_step, threads, **arguments)
+        trial = build_ladder_step(step, recipe, batch)
+    return memory, lambda: _take(step, trial)
+
+
+def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
+    """Run a few steps in the process whose memory is measured."""
+    step = next(step for step in all_steps() if step.name == name)
+    trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
+    for _ in range(measure.MEMORY_STEPS):
+        _take(step, trial)
+
+
+def _take(step: LadderStep, trial: measure.Trial) -> Tensor:
+    """One training step, with torch's own matrix products unless this ladder step has oneDNN's."""
+    with nullcontext() if step.onednn else products_of_torch():
+        return trial.run()
+
+
+def _ladder_page(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["name"],
+            "exact" if row["exact"] else "not exact",
+            short(row["images_per_second"]),
+            f"{row['step_seconds']:.4g}",
+            f"{100 * row['spread']:.0f} %",
+            f"{row['speedup_step']:.3f}",
+            f"{row['speedup_total']:.3f}",
+            f"{row['peak_memory_mib']:.0f}",
+        )
+        for row in result["ladder_steps"]
+    ]
+    libraries = f" (libraries take {result['imports_mib']:.0f} MiB of both)" if result["imports_mib"] else ""
+    header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
+    lines = [measure.heading("bench ladder", result), markdown_table(header, rows), ""]
+    lines += [f"{name} skipped: {reason}" for name, reason in result["skipped"].items()]
+    speed, memory = result["exact_total_speedup"], result["exact_total_memory_ratio"]
+    lines.append(
+        f"{measure.clock_name(result['clock'])}, medians; exact steps: the last has {speed:.2f} x the images/s of the "
+        f"first and {memory:.2f} x its peak memory{libraries}"
+    )
     return "\n".join(lines)

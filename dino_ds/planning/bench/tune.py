@@ -8,8 +8,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -29,11 +29,13 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.data.loader import DevicePrefetcher
+from dino_ds.data.feed import Position
+from dino_ds.data.normalization import with_image_settings
+from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
-from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.process import device, fp16_supported, memory_gib, resident_mib
 from dino_ds.errors import ConfigError, NotEstimated, OutOfMemory
+from dino_ds.method.build import build_prefetcher
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.planning import measure
 from dino_ds.planning.bench.step import trace_steps
@@ -44,21 +46,15 @@ ENOUGH_WAIT = 0.02
 _PROBE, _STEPS, _LONGEST = 8, 5, 0.15
 """Images of the first micro-batch, whose speed tells how long others take; steps that the shortest trial takes, and the
 share of the time that they may take."""
-_SHARES = {"micro-batches": 0.3, "levers": 0.65, "loader processes": 0.8}
-"""Shares of the time after which no trial of a part begins; the rest is for the comparison at the end."""
 
 
 class Search:
-    """Tunes the step of a recipe and a ds JSON on this machine, part by part.
+    """Tunes the step of a recipe and the ds JSON at `path` on this machine, part by part; what the user changes in it
+    is changed in all others too.
 
-    Args:
-        path, changes: the ds JSON, and the keys that the user changes in it; they are changed in all others too.
-
-    Attributes:
-        sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
-        limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
-        pair: the setting as it was given and the one that was found, measured together at the end.
-        best: the second of the pair if it is faster, else the first.
+    sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
+    limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
+    pair: the setting as given and the one that was found, measured together at the end; best: the faster one.
     """
 
     def __init__(self, recipe: Recipe, path: str, changes: Mapping[str, Any], trials: Trials) -> None:
@@ -73,7 +69,8 @@ class Search:
         """Raises OutOfMemory if no micro-batch fits or runs, ConfigError for batch sizes that contradict each other."""
         given, best = self._setting("as given", self._recipe, self._path), None
         finds = [self._find_micro_batch, self._find_lever, *([self._find_workers] if self.has_images else [])]
-        for share, find in zip(_SHARES.values(), finds, strict=False):
+        # Shares of the time after which no trial of a part begins; the rest is for the comparison at the end.
+        for share, find in zip((0.3, 0.65, 0.8), finds, strict=False):
             self._trials.until(share)
             best = find(best or given)
         self._trials.until(math.inf)  # all before is for this comparison
@@ -98,15 +95,14 @@ class Search:
         ds = ds if micro is None else with_batch(ds, micro, batch // (micro * ranks))
         config = resolve_ds_config(dict(ds), path, batch, ranks, fp16_supported(), count_parameters(recipe))
         check_offload(config, recipe.optimizer.kind)
-        try:
+        memory = None
+        with suppress(NotEstimated):
             memory = estimate_memory(recipe, config, ranks, on_gpu, self._libraries, exact=False)
-        except NotEstimated:
-            return Setting(name, recipe, path, changes, ds, config, None)
-        return Setting(name, recipe, path, changes, ds, config, with_margins(memory, ranks) if on_gpu else memory)
+            memory = with_margins(memory, ranks) if on_gpu else memory
+        return Setting(name, recipe, path, changes, ds, config, memory)
 
     def _too_large(self, setting: Setting, rate: float = math.inf) -> str:
-        """Why a setting can't be tried: it needs more memory by prediction, most of it for its largest part, or more
-        time at `rate` images/s. "" if it can."""
+        """Why a setting can't be tried, by its predicted memory or its time at `rate` images/s; "" if it can."""
         memory, limit = setting.memory, self._trials.limit_gib
         if memory is not None and memory.gib > limit:
             part, size = max(memory.parts.items(), key=lambda part: part[1])
@@ -117,8 +113,7 @@ class Search:
         return ""
 
     def _find_micro_batch(self, given: Setting) -> Setting:
-        """Measure micro-batches from the largest that fits by prediction down to those that are much slower; of those
-        that are equally fast, the smallest is taken."""
+        """The smallest of the fastest, from the largest that fits by prediction down to those that are much slower."""
         sizes, halved = micro_batches(self._recipe.data.global_batch, self._trials.ranks), list[int]()
         for size in sizes:
             if not halved or size <= halved[-1] // 2:
@@ -150,12 +145,25 @@ class Search:
         return (0.0, f"{setting.name}: {reason}") if reason else (results[setting.name].images_per_second, "")
 
     def _find_lever(self, fastest: Setting) -> Setting:
-        """Compare the shipped ds configs and other levers, each changed alone, at the fastest micro-batch; return the
-        fastest that learns the same."""
+        """Change each lever alone at the fastest micro-batch; return the fastest setting that learns the same."""
         own = Path(self._path).stem
         fastest = replace(fastest, name=f"{own}, as given")
         settings = {fastest.resolved: fastest}
-        for name, recipe, path, changes in self._levers(fastest.recipe):
+        recipe, own_path = fastest.recipe, self._path
+        levers: list[tuple[str, Recipe, str, dict[str, str]]] = [
+            *(
+                (file.stem, recipe, f"ds_configs/{file.name}", {})
+                for file in sorted(CHECKOUT.glob("ds_configs/*.json"))
+            ),
+            ("recomputation", recipe, own_path, {"activation_checkpointing.number_checkpoints": "auto"}),
+            ("torch.compile", recipe, own_path, {"dino_ds.compile": "default"}),
+        ]
+        if "channels_last" in recipe.model.spec().obeys:
+            levers.append(("channels last", recipe, own_path, {"dino_ds.channels_last": "true"}))
+        if recipe.crops.num_local > 1:
+            few = change_recipe(recipe, {"crops.num_local": str(recipe.crops.num_local // 2)})
+            levers.append((f"{few.crops.num_local} local crops", few, own_path, {}))
+        for name, recipe, path, changes in levers:
             try:
                 setting = self._setting(name, recipe, path, changes, fastest.config.micro_batch)
             except ConfigError as error:
@@ -174,22 +182,10 @@ class Search:
                 best = result
         return best.setting
 
-    def _levers(self, recipe: Recipe) -> Iterator[tuple[str, Recipe, str, dict[str, str]]]:
-        """Yield each lever's name, recipe, and ds JSON: its path and the keys that change in it."""
-        for path in sorted((CHECKOUT / "ds_configs").glob("*.json")):
-            yield path.stem, recipe, f"ds_configs/{path.name}", {}
-        yield "recomputation", recipe, self._path, {"activation_checkpointing.number_checkpoints": "auto"}
-        yield "torch.compile", recipe, self._path, {"dino_ds.compile": "default"}
-        if "channels_last" in recipe.model.spec().obeys:
-            yield "channels last", recipe, self._path, {"dino_ds.channels_last": "true"}
-        if recipe.crops.num_local > 1:
-            few = change_recipe(recipe, {"crops.num_local": str(recipe.crops.num_local // 2)})
-            yield f"{few.crops.num_local} local crops", few, self._path, {}
-
     def _find_workers(self, best: Setting) -> Setting:
         """Measure `best` on real images, from no loader process to one a core. Of the settings that are as fast as the
         fastest, return the one with the fewest processes that waits less than ENOUGH_WAIT, or else with the fewest."""
-        cores = max(1, len(usable_cores()) // self._trials.ranks)
+        cores = max(1, len(distributed.usable_cores()) // self._trials.ranks)
         counts = sorted({0, cores, *(2**n for n in range(cores.bit_length()) if 2**n < cores)})
         recipes = {n: change_recipe(best.recipe, {"data.workers": str(n)}) for n in counts}
         made = [replace(best, name=f"loader processes: {n}", recipe=recipe) for n, recipe in recipes.items()]
@@ -215,9 +211,8 @@ SLOW = 0.75
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe and a ds JSON to measure: the file at `path` with `changes`. memory: what a rank needs by prediction,
-    where the backbone has an estimate; learned: how what is learned differs from the given
-    recipe's by more than rounding."""
+    """The ds JSON at `path` with `changes`. memory: of a rank by prediction, where the backbone has an estimate.
+    learned: how what is learned differs from the given recipe's by more than rounding."""
 
     name: str
     recipe: Recipe
@@ -305,13 +300,12 @@ class Measurement:
 
 
 class Trials:
-    """Runs trials one after the other. `ended` holds their results, with --resume
-    those of an earlier call on this machine too. limit_gib: memory that a rank may take. Raises ConfigError for a file
-    that can't be resumed."""
+    """Runs trials, each once: `ended` has their results, with --resume those of an earlier call on this machine too.
+    limit_gib: memory that a rank may take. Raises ConfigError for a file that can't be resumed."""
 
     def __init__(self, options: BenchTuneOptions, ranks: int, limit_gib: float) -> None:
         self._path, self.ranks, self.limit_gib = Path(options.out).with_suffix(".json"), ranks, limit_gib
-        self._threads = options.threads or max(1, len(usable_cores()) // ranks)
+        self._threads = options.threads or max(1, len(distributed.usable_cores()) // ranks)
         self._place = [self._threads, ranks, *(measure.describe_host()[name] for name in ("host", "gpu", "versions"))]
         self.ended: dict[str, dict[str, Any]] = self._read() if options.resume else {}
         self._busy, self._began, self.seconds = _busy_seconds(), time.monotonic(), 60 * options.minutes
@@ -388,17 +382,25 @@ def measure_step(
     profile: folder for a trace."""
     peak = measure.GpuPeak() if torch.cuda.is_available() else None
     recipe, config = measure.resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
-    trial, parts, result = (
-        measure.build_trial(recipe, config),
-        measure.PartTimes(device(), waits=True),
-        dict[str, Any](),
-    )
+    trial, parts = measure.build_trial(recipe, config), measure.PartTimes(device(), waits=True)
+    result = dict[str, Any]()
     step: Callable[[], object] = trial.run
     with ExitStack() as feeds:
         if real_images:
-            feed = feeds.enter_context(closing(measure.real_feed(recipe, config.micro_batch)))
-            result |= _measure_loader(feed, config.micro_batch, seconds)
+            source = training_images(recipe.data, recipe.eval.val_share)
+            of_images, _ = with_image_settings(recipe, source)
+            made = build_prefetcher(of_images, source, config.micro_batch, device(), Position())
+            feed = feeds.enter_context(closing(made))
             step = partial(measure.run_on_data, trial, feed)
+            next(feed)  # the loader's processes have started; now a rank's loader alone
+            loading, loaded, began = measure.PartTimes(device(), waits=True), 0, time.perf_counter()
+            with listen(loading):
+                while (elapsed := time.perf_counter() - began) < seconds or not loaded:
+                    next(feed)
+                    measure.synchronize(device())
+                    loaded += config.micro_batch
+            result["loader"] = loaded / elapsed
+            result["stages"] = {name: 1000 * spent / loaded for name, spent in loading.read().items()}
         for _ in range(measure.MEMORY_STEPS):
             began = time.perf_counter()
             step()
@@ -416,16 +418,3 @@ def measure_step(
     if peak is None and real_images:  # on a CPU, both are done within the wait
         spent["data"] = max(0.0, spent["data"] - spent.get(COPY, 0.0) - spent.get(AUGMENTATION, 0.0))
     return result | {"parts": spent, "peak_mib": peak.mib() if peak else resident_mib(peak=True)}
-
-
-def _measure_loader(feed: DevicePrefetcher, images: int, seconds: float) -> dict[str, Any]:
-    """Measure the images/s of a rank's loader alone, and an image's milliseconds in each range of this process."""
-    next(feed)  # the loader's processes have started
-    parts, loaded, began = measure.PartTimes(device(), waits=True), 0, time.perf_counter()
-    with listen(parts):
-        while (elapsed := time.perf_counter() - began) < seconds or not loaded:
-            next(feed)
-            measure.synchronize(device())
-            loaded += images
-    stages = {name: 1000 * spent / loaded for name, spent in parts.read().items()}
-    return {"loader": loaded / elapsed, "stages": stages}

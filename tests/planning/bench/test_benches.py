@@ -1,4 +1,5 @@
-"""Each bench as its command calls it, at a tiny size: what it prints, and what it refuses."""
+"""Each bench as its command calls it, at a tiny size: what it prints and refuses; and the exact steps of the ladder,
+which are the same training step."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ import pytest
 import torch
 
 from dino_ds.basics.ranges import PARTS
+from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
 from dino_ds.planning import measure
-from dino_ds.planning.bench import inference, ladder, step, tune
+from dino_ds.planning.bench import inference, step, tune
 from dino_ds.planning.measure import ChildResult
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
+from tests.reference import copied
 from tests.weights.test_weights import _backbone
 
 pytestmark = pytest.mark.slow
@@ -29,7 +32,7 @@ COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
 @pytest.fixture
 def no_children(monkeypatch):
-    """Memory without a process of its own (test_trial.py has one): what it would do, once and here."""
+    """Memory without a process of its own (test_measure.py has one): what it would do, once and here."""
     calls = []
 
     def here(function, threads, **arguments):
@@ -69,19 +72,15 @@ def test_step(capsys, no_children):
     assert result["host"]["versions"]["torch"] and "ratio" not in result
 
 
-@pytest.mark.parametrize("compare", ["crops.num_local=2,1", "ds.zero_optimization.stage=0,3"])
-def test_step_compares_two_settings(capsys, no_children, compare):
-    _bench_step(compare=compare)
+def test_step_compares_two_settings(capsys, no_children):
+    _bench_step(compare="ds.zero_optimization.stage=0,3")
     result = _result(capsys)
     first, second = result["settings"]
-    key, _, values = compare.partition("=")
-    assert [first["name"], second["name"]] == [f"{key}={value}" for value in values.split(",")]
+    assert [first["name"], second["name"]] == ["ds.zero_optimization.stage=0", "ds.zero_optimization.stage=3"]
     assert result["ratio"] == pytest.approx(second["images_per_second"] / first["images_per_second"])
-    if "stage" in key:
-        assert (first["stage"], second["stage"]) == (0, 3)
+    assert (first["stage"], second["stage"]) == (0, 3)
     page = step._page(result)
-    assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page
-    assert "torch" in page
+    assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page and "torch" in page
 
 
 def test_a_trial_waits_for_real_images_and_is_traced_with_its_parts(tmp_path):
@@ -115,17 +114,17 @@ def test_step_refuses(changes, says):
 
 
 def test_ladder(capsys, no_children):
-    ladder.run(BenchLadderOptions(**COMMON), recipe=tiny_recipe()).show(as_json=True)
+    step.run_ladder(BenchLadderOptions(**COMMON), recipe=tiny_recipe()).show(as_json=True)
     result = _result(capsys)
     assert set(result) >= {"ladder_steps", "exact_total_speedup", "exact_total_memory_ratio"}
     ran = result["ladder_steps"]
-    assert "channels-last images" in result["skipped"] and len(ran) + len(result["skipped"]) == len(ladder.all_steps())
+    assert "channels-last images" in result["skipped"] and len(ran) + len(result["skipped"]) == len(step.all_steps())
     for before, row in itertools.pairwise(ran):
         assert row["speedup_step"] == pytest.approx(row["images_per_second"] / before["images_per_second"])
         assert row["speedup_total"] == pytest.approx(row["images_per_second"] / ran[0]["images_per_second"])
     assert result["exact_total_speedup"] == [row for row in ran if row["exact"]][-1]["speedup_total"]
     assert result["exact_total_memory_ratio"] == 1.0
-    page = ladder._page(result)
+    page = step._ladder_page(result)
     assert "| plain step " in page and "64 prototypes, 2 images per process" in page
 
 
@@ -200,3 +199,69 @@ def test_inference_goes_on_where_a_batch_is_too_large(infer, monkeypatch):
     assert result["skipped"] == {"batch 2": "not enough memory"}
     with pytest.raises(ConfigError, match="--batches 2,3: not enough memory: lower them"):
         infer(batches=(2, 3))
+
+
+EXACT = [rung for rung in step.all_steps() if rung.exact]
+
+
+DINOV2 = {
+    "crops__mask": "dinov2", "head__free_prototypes": "true", "objective__dino_local_weight": "0.5",
+    "ibot_head__learned_lengths": "true", "ibot_head__prototypes": "96", "ibot_head__hidden": "48",
+    "ibot_head__bottleneck": "24", "objective__centering": "sinkhorn", "objective__ibot_weight": "1",
+    "objective__koleo_weight": "0.1", "model__layer_scale": "0.1", "optimizer__layer_decay": "0.9",
+    "optimizer__clip_by": "part",
+}  # fmt: skip
+
+
+def _losses_and_teacher(rung, more):
+    """Four steps with stochastic depth, that can be compared: Adam's epsilon is as large as the gradients, so that a
+    step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
+    changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
+    trial = step.build_ladder_step(rung, tiny_recipe(**changes | more), 4)
+    start = copied(trial.step.teachers["ema"].state())
+    losses = [float(trial.run()) for _ in range(4)]
+    teacher = copied(trial.step.teachers["ema"].state())
+    assert max(float((teacher[name] - start[name]).abs().max()) for name in start) > 3e-4, "the weights move"
+    statistics = [statistic.value for statistic in trial.step.objective.statistics.values()]
+    return torch.tensor(losses), teacher, torch.cat(statistics) if statistics else torch.zeros(0)
+
+
+@pytest.fixture(scope="module", params=[pytest.param({}, marks=pytest.mark.full), DINOV2], ids=["dino", "dinov2"])
+def plain(request):
+    init_distributed()
+    return request.param, _losses_and_teacher(EXACT[0], request.param)
+
+
+@pytest.mark.parametrize(
+    "rung", [rung for rung in EXACT[1:] if rung.name != "channels-last images"], ids=lambda rung: rung.name
+)
+def test_exact_steps_are_the_plain_step(rung, plain):
+    """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
+    each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
+    more, plain = plain
+    losses, teacher, center = _losses_and_teacher(rung, more)
+    torch.testing.assert_close(losses, plain[0], rtol=0, atol=1e-6 / 0.04)
+    torch.testing.assert_close(center, plain[2], rtol=0, atol=1e-6)
+    for name in teacher:
+        torch.testing.assert_close(teacher[name], plain[1][name], rtol=0, atol=1e-6)
+
+
+def test_ladder_steps_grow_from_the_plain_step():
+    steps = step.all_steps()
+    plain = {"packed": False, "cls_only_last_block": False, "channels_last": False}
+    assert steps[0].performance == PerformanceOptions(**plain)
+    assert [rung.exact for rung in steps] == sorted((rung.exact for rung in steps), reverse=True)
+    whole = PerformanceOptions(channels_last=True)
+    assert EXACT[-1].performance == whole and EXACT[-1].tiled_loss
+
+
+def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
+    recipe = tiny_recipe(model__drop_path="0")
+    monkeypatch.setattr(step, "on_amd", lambda: False)
+    reasons = {rung.name: step.why_skipped(rung, recipe) for rung in step.all_steps()}
+    assert [rung.name for rung in EXACT if reasons[rung.name]] == ["channels-last images", "oneDNN's products"]
+    assert reasons["batched stochastic depth"] == "model.drop_path is 0"
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
+    if not torch.cuda.is_available():
+        bf16 = next(rung for rung in step.all_steps() if rung.name == "bf16")
+        assert "no bf16 units" in step.why_skipped(bf16, recipe)

@@ -21,3 +21,15 @@ def tiny_recipe(**changes: str) -> Recipe:
 
 def tiny_ds(stage: int, **sections: Any) -> dict[str, Any]:
     return DS | {"zero_optimization": {"stage": stage}} | sections
+
+
+RESNET = {"model.backbone": "resnet18", "model.arguments": '{"channels": [16, 24, 32, 48]}'}
+CONVNEXT = {"model.backbone": "convnext_atto", "model.arguments": '{"depths": [1, 1, 2, 1], "dims": [16, 32, 48, 64]}'}
+
+
+def cnn_recipe(network: dict[str, str], **changes: str) -> Recipe:
+    """A narrow network of timm's with the crops, made larger, and the head of the tiny recipe."""
+    base = {key: value for key, value in TINY.items() if not key.startswith("model.")}
+    crops = {"crops.global_size": "64", "crops.local_size": "32", "model.drop_path": "0"}
+    more = {key.replace("__", "."): value for key, value in changes.items()}
+    return load_recipe("vitti16", base | crops | network | more)

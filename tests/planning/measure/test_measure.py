@@ -1,8 +1,9 @@
-"""A trial is the step that training makes; it stands where the weights move, and leaves nothing behind."""
+"""What measures: a trial, which is the step that training makes, in processes of its own; clocks, and the host."""
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import sys
 import time
@@ -10,12 +11,28 @@ import time
 import pytest
 import torch
 
+from dino_ds.basics.ranges import listen, named_range
 from dino_ds.config.crops import all_crops
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed, memory_gib, resident_mib
-from dino_ds.planning.measure import ChildFailed, ChildLimits, ChildOutOfMemory, build_trial, resolve, run_in_child
+from dino_ds.planning.measure import (
+    ChildFailed,
+    ChildLimits,
+    ChildOutOfMemory,
+    PartTimes,
+    build_trial,
+    clock_of,
+    describe_host,
+    host_line,
+    matmul_tflops,
+    resolve,
+    run_in_child,
+    time_interleaved,
+)
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import copied
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +51,8 @@ def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     first = trial.run()
     assert math.isfinite(float(first))
     assert trial.step.applied_steps == 10001
-    assert any(
-        not torch.equal(before[name], value) for name, value in copied(trial.step.teachers["ema"].state()).items()
-    )
+    after = copied(trial.step.teachers["ema"].state())
+    assert any(not torch.equal(before[name], value) for name, value in after.items())
 
 
 def take_memory(mib):
@@ -78,3 +94,36 @@ def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ChildFailed, match=says):
         run_in_child(take_memory, threads=1, mib=1)
+
+
+def test_runs_are_interleaved_in_turned_order_and_warm_up_is_not_counted():
+    order = []
+    timings = time_interleaved(
+        {name: (lambda name=name: order.append(name)) for name in "ab"}, repeats=2, warmup=1, device=CPU
+    )
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert {name: len(t.all_seconds) for name, t in timings.items()} == {"a": 2, "b": 2}
+
+
+def test_what_waits_for_others_is_timed_by_the_wall(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert (clock_of(CPU), clock_of(CPU, waits=True), clock_of(torch.device("cuda"))) == ("cpu", "wall", "wall")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert clock_of(CPU) == "wall"
+
+
+@pytest.mark.slow
+def test_host_and_peak():
+    host = describe_host()
+    assert host["versions"]["torch"] in host_line(host)
+    assert json.dumps(host)
+    assert matmul_tflops(CPU, torch.float32, repeats=1) > 0
+
+
+@pytest.mark.gpu
+def test_part_times_of_a_gpu_see_the_kernel():
+    device = torch.device("cuda", 0)
+    parts, a = PartTimes(device), torch.ones(4096, 4096, device=device)
+    with listen(parts), named_range("teacher"):
+        a @ a
+    assert parts.read()["teacher"] > 1e-5

@@ -1,4 +1,5 @@
-"""`make gpu-check` without a GPU: command lines are accepted, measurements run in small, a crash ends one part."""
+"""`make gpu-check` without a GPU: command lines are accepted, measurements run in small, a crash ends one part; what a
+step launches on a GPU, rehearsed; and the picture of which model trains on which cards."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from dino_ds.config.ds_config import CHECKOUT
-from scripts import gpu_check
+from dino_ds.config.loading import load_recipe
+from dino_ds.report.draw import INK
+from scripts import gpu_check, gpu_counts
 from scripts.gpu_check import Part, all_parts, dry, run_all
+from scripts.results import in_ink
+from scripts.sweep import PLACES, draw_sweep
 from tests.sample import sampled
 
 SPEED = {"images": 64, "images_per_second": 2000.4, "ms": 32.0, "predicted_ms": [31.0, 52.0], "mfu": 0.31, "gib": 6.5}
@@ -81,3 +86,43 @@ def test_runs_are_compared_to_the_bit(tmp_path):
 def test_without_a_gpu_it_says_so_in_a_line():
     with pytest.raises(SystemExit, match="gpu-check: no GPU is found"):
         gpu_check.main()
+
+
+PARTS = ["teacher", "targets", "student", "loss", "backward", "optimizer", "ema", "prototypes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, images, launches, gigabytes, of_prototypes",
+    [
+        ("vits16", 64, 326, 12.1, (60, 2.3)),
+        pytest.param("dinov2_vitl14", 64, 726, 101.3, (239, 64.0), marks=pytest.mark.full),
+        ("dinov3_vitl16", 32, 684, 31.2, (133, 12.9)),
+    ],
+)
+def test_ceilings(config, images, launches, gigabytes, of_prototypes):
+    """Of what a step launches and moves; lower one when you get below it."""
+    found = gpu_counts.count(load_recipe(config, {"model.depth": "2"}), images)
+    assert list(found["launches"]) == list(found["gigabytes"]) == PARTS
+    own = {of: found[of].pop("prototypes") for of in ("launches", "gigabytes")}
+    assert own["launches"] <= of_prototypes[0] and own["gigabytes"] <= of_prototypes[1], own
+    assert sum(found["launches"].values()) <= launches, found["launches"]
+    assert sum(found["gigabytes"].values()) <= gigabytes, found["gigabytes"]
+    assert found["executed_tflop"] < found["credited_tflop"]
+    assert found["peak_gib"] > 0
+
+
+def test_the_picture_counts_what_it_shows_and_is_read_on_light_and_dark_pages():
+    sizes = [(12, 40), (0, 3), (0, 0), (300, 900)]
+    cells = [
+        {"backbone": "vit", "weights": 44e6, "card_gb": 8, "place": place}
+        | {"largest": plain, "largest_with_checkpointing": checked}
+        for place, (plain, checked) in zip(PLACES, sizes, strict=True)
+    ]
+    figure = in_ink(draw_sweep({"gpus": 8, "crops": "2x224", "cells": cells}))
+    (legend,), (axes,) = figure.legends, figure.axes
+    said = [text.get_text() for text in legend.get_texts()]
+    assert said == ["fits: 2 of 4", "fits with activation checkpointing: 1 of 4", "does not fit: 1 of 4"]
+    assert [text.get_text() for text in axes.texts] == ["12", "3", "-", "300", "8 GB"]
+    words = [figure._suptitle, *legend.get_texts(), *axes.get_yticklabels(), axes.texts[2], axes.texts[4]]
+    assert {text.get_color() for text in words} == {INK}

@@ -1,24 +1,31 @@
-"""What fits: the rule, cards and machines, and what a run starts with or is told before anything starts."""
+"""What fits: `dino-ds plan`, the rule, cards and machines, and what a run starts with or is told before it starts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import dino_ds.planning.start as start_module
+from dino_ds.cli.main import main
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.costs.memory import GIB, Memory
+from dino_ds.costs.step_costs import count_parameters, frozen_spec, student_facts
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
+from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning import doctor
-from dino_ds.planning.doctor import read_hostfile
 from dino_ds.planning.fit import (
     FILLED,
     GPUS,
@@ -26,12 +33,12 @@ from dino_ds.planning.fit import (
     Cluster,
     Gpu,
     Machine,
+    checkpoint_bytes,
     ds_of,
-    find_gpu,
     find_machine,
     fit,
-    fit_with,
     largest_micro_batch,
+    named_gpu,
     recommend,
     write_ds,
 )
@@ -39,8 +46,21 @@ from dino_ds.planning.start import check_fits, choose_ds_config, named_start, pl
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, train_tiny
 
+
+@pytest.fixture
+def invented(monkeypatch):
+    """Memory by a formula, so that every shape has its turn without a rehearsal; the line is 10 % too low."""
+
+    def memory(recipe, config, world_size, on_gpu, exact=True):
+        zero = config.raw["zero_optimization"]
+        state = {1: 12, 2: 10, 3: 6}[config.stage] - 4 * ("offload_optimizer" in zero) - ("offload_param" in zero)
+        image = 0.1 if config.checkpoint_blocks else 1.0
+        return Memory("the loss", {"all": round((1 if exact else 0.9) * GIB * (state + image * config.micro_batch))})
+
+    monkeypatch.setattr(start_module.fit, "estimate_memory", memory)
+
+
 RTX3090 = Machine(1, 1, 64.0, 23.6)
-T4 = Machine(4, 4, 256.0, 14.5, bf16=False)
 
 
 def _given(name, machine=RTX3090, recipe="vits16", **changes):
@@ -57,13 +77,12 @@ def test_the_default_recipe_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     chosen = choose_ds_config(recipe, options, **files)
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", chosen.reason)
     planned = planned_start(recipe, {}, RTX3090)
-    again = fit(recipe, planned.ds, planned.path, 1, RTX3090.card_gib)
-    assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == chosen.config
-    assert chosen.predicted_gib < again.memory.gib  # without the margins
+    config, memory = fit(recipe, planned.ds, planned.path, 1)
+    assert chosen.predicted_gib < memory.gib <= FILLED * 23.6 and config == chosen.config  # without the margins
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [RTX3090, T4, Machine(8, 8, 500.0, 79.1)])
+@pytest.mark.parametrize("machine", [Machine(4, 4, 256.0, 14.5, bf16=False), Machine(8, 8, 500.0, 79.1)])
 def test_what_is_chosen_fits(machine):
     recipe = load_recipe("vitb16", {"model.depth": "2"})
     start = planned_start(recipe, {}, machine)
@@ -73,16 +92,15 @@ def test_what_is_chosen_fits(machine):
 
 
 @pytest.mark.parametrize(
-    ("ds", "machine", "depth", "cure"),
+    ("ds", "machine", "cure"),
     [
-        ("zero1_bf16", dataclasses.replace(RTX3090, card_gib=4.0), 2, "leave --ds_config out, for one"),
-        ("zero0_fp32", Machine(2, 2, 6.0), 2, "add --ds.train_micro_batch_size_per_gpu 64"),
-        ("zero0_fp32", Machine(1, 1, 0.55), 12, "there are 0.6 to take (90 % of what is free): take a smaller model"),
+        ("zero1_bf16", dataclasses.replace(RTX3090, card_gib=4.0), "leave --ds_config out, for one"),
+        ("zero0_fp32", Machine(2, 2, 6.0), "add --ds.train_micro_batch_size_per_gpu 64"),
     ],
 )
 @pytest.mark.slow
-def test_what_is_too_large_is_refused_with_what_fits(ds, machine, depth, cure):
-    recipe, start = _given(ds, machine, **{"model.depth": str(depth)})
+def test_what_is_too_large_is_refused_with_what_fits(ds, machine, cure):
+    recipe, start = _given(ds, machine, **{"model.depth": "2"})
     with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB .*by prediction") as caught:
         check_fits(recipe, start, machine)
     message = str(caught.value)
@@ -93,9 +111,8 @@ def test_what_is_too_large_is_refused_with_what_fits(ds, machine, depth, cure):
         check_fits(small, planned_start(small, {}, machine), machine)
         return
     check_fits(small, named_start(small, start.ds, start.path, machine), machine)
-    if flags := re.findall(r"--ds\.(\S+) (\w+)", message):
-        changed = change_ds_config(dict(start.ds), start.path, dict(flags))
-        check_fits(recipe, named_start(recipe, changed, start.path, machine), machine)
+    changed = change_ds_config(dict(start.ds), start.path, dict(re.findall(r"--ds\.(\S+) (\w+)", message)))
+    check_fits(recipe, named_start(recipe, changed, start.path, machine), machine)
 
 
 def test_the_host_s_memory_counts_too():
@@ -103,12 +120,13 @@ def test_the_host_s_memory_counts_too():
     check_fits(recipe, start, dataclasses.replace(RTX3090, card_gib=40.0))
     with pytest.raises(ConfigError, match="of host memory by prediction"):
         check_fits(recipe, start, dataclasses.replace(RTX3090, card_gib=40.0, host_gib=3.2))
-    cpu = Machine(2, 2, 6.0)
+    cpu = Machine(2, 2, 0.55)
     recipe, start = _given("zero0_fp32", cpu, **{"model.depth": "2"})
-    with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, .* 6.0 to take .*: add --ds"):
+    says = (
+        r"by prediction for 2 ranks, and there are 0.6 to take \(90 % of what is free\): take a smaller model, smaller"
+    )
+    with pytest.raises(ConfigError, match=says):
         check_fits(recipe, start, cpu)
-    with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
-        check_fits(recipe, start, dataclasses.replace(cpu, host_gib=0.01))
 
 
 def test_a_cpu_gives_what_is_free_and_what_the_ranks_have_taken_already(monkeypatch):
@@ -201,12 +219,9 @@ def test_the_rule(card_gib, chosen, invented):
     """The first shape of which anything fits, with its largest micro-batch; recomputed where that gives more than fewer
     than 8 images. 0.5 GiB and 5 % are margins."""
     recipe = load_recipe("vits16", {"data.global_batch": "64"})
-    found = recommend(recipe, Cluster(Gpu("a GPU", card_gib), 1, 1), card_gib)
-    assert f"{found.shape}: {found.fit.config.micro_batch}" == chosen and found.fit.fits
-    assert found.ds["train_micro_batch_size_per_gpu"] == found.fit.config.micro_batch
-
-
-MUON = "optimizer.clip_by network and --optimizer.kind adamw"
+    shape, ds, config, memory = recommend(recipe, Cluster(Gpu("a GPU", card_gib), 1, 1), card_gib)
+    assert f"{shape}: {config.micro_batch}" == chosen and memory.gib <= card_gib
+    assert ds["train_micro_batch_size_per_gpu"] == config.micro_batch
 
 
 @pytest.mark.parametrize(
@@ -219,10 +234,10 @@ MUON = "optimizer.clip_by network and --optimizer.kind adamw"
 def test_what_the_engine_refuses_with_an_offloaded_optimizer_is_never_planned_with_it(invented, changes, remedy):
     """The way out is named where nothing else fits."""
     cluster, other = Cluster(Gpu("a GPU", 5.0), 1, 1), load_recipe("vits16", changes)
-    assert recommend(load_recipe("vits16", {}), cluster, 5.0).shape.offload
+    assert recommend(load_recipe("vits16", {}), cluster, 5.0)[0].offload
     with pytest.raises(ConfigError, match=rf"Take --{re.escape(remedy)}, which allows offloading"):
         recommend(other, cluster, 4.0 if "optimizer.kind" in changes else 5.0)
-    assert not recommend(other, cluster, 40.0).shape.offload
+    assert not recommend(other, cluster, 40.0)[0].offload
 
 
 def test_where_nothing_fits_the_least_is_named(invented):
@@ -234,8 +249,7 @@ def test_where_nothing_fits_the_least_is_named(invented):
 def test_the_largest_micro_batch_fits_and_one_more_does_not(name, invented):
     recipe, ds = load_recipe("vits16", {}), _ds(name)
     largest = largest_micro_batch(recipe, ds, name, 8, 40.0)
-    assert fit_with(recipe, ds, name, 8, 40.0, largest).fits
-    assert not fit_with(recipe, ds, name, 8, 40.0, largest + 1).fits
+    assert fit(recipe, ds, name, 8, largest)[1].gib <= 40.0 < fit(recipe, ds, name, 8, largest + 1)[1].gib
     assert largest_micro_batch(recipe, ds, name, 8, 2.0) == 0
 
 
@@ -243,7 +257,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(name, invented):
     ("name", "card"), [*((word, "rtx4090-24g") for word in ("4090", "RTX 4090", "rtx4090_24g")), ("H100", "h100-80g")]
 )
 def test_a_name_that_fits_one_card_is_that_card(name, card):
-    assert find_gpu(name) == GPUS[card]
+    assert named_gpu(name, None) == GPUS[card]
 
 
 @pytest.mark.parametrize(
@@ -252,84 +266,123 @@ def test_a_name_that_fits_one_card_is_that_card(name, card):
 )
 def test_a_name_of_several_cards_or_none_is_refused_with_the_nearest(name, hint):
     with pytest.raises(ConfigError, match=f"^--gpu {name}: this card is not in the table: ") as caught:
-        find_gpu(name)
+        named_gpu(name, None)
     assert str(caught.value).endswith(hint) or hint in str(caught.value)
 
 
-SAME = {"python": "3.11.7", "torch": "2.15.0", "the code in /here": "c0de", "a.json": "CRC 1"}
-ANSWER = {"same": SAME, "gpus": ["A100", "A100"], "images": "", "sees": True}
+def _plan(capsys, *words: str):
+    main(["plan", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_asked_again_and_reports_load_no_torch(capsys):
+    """What was rehearsed is kept."""
+    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "2"]
+    main(words)
+    code = f"import sys, dino_ds.report.single_run; from dino_ds.cli.main import main; main({words!r})"
+    code += "; assert 'torch' not in sys.modules"
+    page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "recommended: ZeRO" in page and "fragmentation margin" in page and "hours" in page
+
+
+def test_one_json_object_has_all_that_was_asked_and_the_written_config_is_the_planned_one(capsys, tmp_path):
+    path, large = tmp_path / "mine.json", ("--config", "vitl16", "--model.depth", "2", "--gpu", "rtx3060-12g")
+    found = _plan(capsys, *large, "--gpus", "8", "--nodes", "2", "--write", str(path))
+    assert found["fits"] and found["max_micro_batch"] >= found["micro_batch"]
+    assert sum(found["bytes_per_gpu"].values()) <= found["limit_bytes"]
+    assert {"student", "teacher", "activations", "masters and moments"} <= found["bytes_per_gpu"].keys()
+    assert found["micro_batch"] * found["accumulation"] * 16 == found["global_batch"] == 1024
+    assert found["activation_bytes"]["with_checkpointing"] < found["activation_bytes"]["without_checkpointing"]
+    assert "not measured" in found["time"] and load_ds_config(str(path), {}) == found["ds_config"]
+    again = _plan(capsys, *large, "--gpus", "8", "--nodes", "2", "--ds_config", str(path))
+    assert again["bytes_per_gpu"] == found["bytes_per_gpu"] and again["verdict"].startswith("fits: ")
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("memory_gib", "verdict"),
     [
-        ([{}, {}], []),
-        ([{}, {"same": {**SAME, "torch": "2.14.0"}}], ["w2: torch is 2.14.0, and 2.15.0 on w1"]),
-        ([{"sees": False}], ["w1: does not see /runs/a of this machine -> put --run_dir on a disk that all share"]),
-        ([{}, {"images": "/a does not exist"}], ["w2: /a does not exist -> mount the images there"]),
-        ([{"gpus": []}, {"gpus": []}], []),  # a run on CPUs
-        ([{}, {"gpus": ["A100"]}], ["w2: 1 GPUs are found for 2 slots"]),
-        ([{"sees": False}, "not reachable: log in"], ["w1: does not see", "w2: not reachable -> log in"]),
+        ("80", "fits: 78.7 of 80 GiB; largest micro-batch that fits 73"),
+        ("8", "does not fit: it needs 78.7 of 8 GiB; ZeRO 3, checkpointing with micro-batch 4 would"),
     ],
 )
-def test_every_problem_of_a_machine_is_named_with_its_remedy(changes, says, monkeypatch):
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    answers = {f"w{n}": more if isinstance(more, str) else ANSWER | more for n, more in enumerate(changes, 1)}
-    findings = list(doctor.judge_answers(dict.fromkeys(answers, 2), answers, Path("/runs/a")))
-    problems = [f"{finding.text} -> {finding.remedy}" for finding in findings if finding.level == "FAIL"]
-    assert all(text.startswith(part) for text, part in zip(problems, says, strict=True))
-    assert len({finding.text.partition(":")[0] for finding in findings}) == len(changes)
+def test_a_config_that_does_not_fit_says_what_would(memory_gib, verdict, invented, capsys):
+    given = "--memory_gib", memory_gib, "--gpus", "8", "--ds_config", "ds_configs/zero2_fp16.json", "--model.depth", "1"
+    found = _plan(capsys, *given)
+    assert found["verdict"].startswith(verdict) and "these GPUs have bf16" in found["warnings"][0]
 
 
-def test_why_a_machine_is_silent():
-    for script, says in (
-        ("exit 255", "not reachable by ssh"),
-        ("no_such_program", "no_such_program: not found"),
-        ("true", "no answer (code 0): this checkout"),
-        ('echo welcome; echo \'{"torch": "2.11"}\'', "no answer (code 0)"),
-    ):
-        assert says in doctor._ask(["sh", "-c", script], "{}")
-    assert doctor._ask(["sh", "-c", f"echo welcome; echo '{json.dumps(ANSWER)}'; echo bye"], "{}") == ANSWER
-
-
-def test_machines_come_in_the_order_of_the_file(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("# cluster\n\nw1 slots=4\r\n  gpu_node-2.example.org\tslots=2  # new\n10.0.0.3 slots=1")
-    assert list(read_hostfile(str(path)).items()) == [("w1", 4), ("gpu_node-2.example.org", 2), ("10.0.0.3", 1)]
-
-
-BROKEN = ["root@w1 slots=1", "w[1-4] slots=1", "w1,w2 slots=1", "w1:22 slots=1", "fe80::1 slots=1", "w1", "slots=1 w1"]
-BROKEN += ["w1 slots=0", "w1 slots=1025", "w1 slots=99999999999999", "w1 slots=2x", "w1 slots=-1", "w1 slots=1 extra"]
-BROKEN += ["w1 slots = 1", "w1 slots=\u00b2", "w1 slots=1;touch canary", "w1 slots=0x7fffffff", "w" * 300 + " slots=1"]
-# Options and commands for ssh and for a shell.
-BROKEN += ["w1\x0bslots=1", "-oProxyCommand=touch${IFS}canary slots=1", "--help slots=1", "w1\u202e slots=1"]
-BROKEN += ["w1;touch$IFS/canary slots=1", "$(touch${IFS}canary) slots=1", "`touch${IFS}canary` slots=1"]
-BROKEN += ["w1|touch${IFS}canary slots=1", "w1&&touch slots=1", "../../etc slots=1", "w\u00e9 slots=1"]
-
-
-def test_every_other_line_is_named_with_what_to_write(tmp_path):
-    path = tmp_path / "hosts"
-    for line in BROKEN:
-        path.write_text(f"w0 slots=1\n{line}\n")
-        with pytest.raises(ConfigError, match=r'is not "name slots=N": .* as in node1') as error:
-            read_hostfile(str(path))
-        assert str(error.value).startswith(f"hostfile {path}:2: '") and "\n" not in str(error.value)
-        assert len(str(error.value)) < 350 + len(str(path))
+def test_a_precision_that_the_card_lacks_is_named(invented, capsys):
+    given = "--gpu", "t4-16g", "--ds_config", "ds_configs/zero2_bf16.json", "--model.depth", "1"
+    assert "has no bf16 units" in _plan(capsys, *given)["warnings"][0]
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("words", "message"),
     [
-        (b"w1 slots=1\nw1 slots=2\n", ":2: w1 is named twice"),
-        (b"# none\n\n", "names no machine"),
-        (b"\xff\xfe", "is not UTF-8 text"),
-        (b"w1 slots=1\n" * 100_001, "bytes, 262144 are allowed"),
-        (None, "No such file"),
+        ([], "no GPU is given: --gpu NAME"),
+        (["--gpu", "t4-16g", "--gpus", "24"], "512 is not a multiple of 24 GPUs: add --data.global_batch 504"),
+        (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml is there already"),
+        (["--gpu", "t4-16g", "--write", "x", "--ds_config", "ds_configs/zero1_fp16.json"], "leave --ds_config out"),
     ],
 )
-def test_files_that_are_no_hostfile(content, says, tmp_path):
-    path = tmp_path / "hosts"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=says):
-        read_hostfile(str(path))
+def test_mistakes_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *words])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+
+
+ROTARY = {"model.backbone": "vit_small_patch16_dinov3", "model.depth": "3"}
+GRAM = {"gram.weight": "2", "gram.crop_size": "448"}
+VIT_L = {"teacher.source": "vit_large_patch16_dinov3", "model.backbone": "vit_small_patch16_dinov3"}
+
+
+def _fit(changes: dict[str, str], stage: int = 2, ranks: int = 8):
+    ds = {"gradient_clipping": 3.0, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    ds |= {"train_micro_batch_size_per_gpu": 8}
+    return fit(load_recipe("vits16", ROTARY | changes), ds, "x", ranks)[1].parts
+
+
+def test_a_gram_teacher_takes_memory_and_room_in_the_checkpoint():
+    """Matrices in the engine's precision, without heads; one that is not a snapshot is not saved."""
+    recipe, without = load_recipe("vits16", ROTARY | GRAM), load_recipe("vits16", ROTARY)
+    backbone = {n: k for n, k in student_facts(recipe).sizes.items() if n.startswith("backbone.")}
+    held = _fit(GRAM)["Gram teacher"]
+    assert 2 * sum(backbone.values()) < held < 2.1 * sum(backbone.values())
+    assert "Gram teacher" not in _fit({"gram.weight": "2", "gram.teacher": "ema"})
+    assert checkpoint_bytes(recipe) - checkpoint_bytes(without) == 4 * sum(backbone.values())
+    fixed = load_recipe("vits16", ROTARY | GRAM | {"gram.teacher": "runs/other"})
+    assert checkpoint_bytes(fixed) == checkpoint_bytes(without)
+
+
+@pytest.mark.parametrize("distill", ["heads", "features"])
+def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
+    changes = VIT_L | {"teacher.distill": distill}
+    recipe = load_recipe("vits16", ROTARY | changes)
+    large = VITS["vit_large_patch16_dinov3"]
+    assert frozen_spec(recipe) == large
+    with torch.device("meta"):
+        own = sum(p.numel() for p in VisionTransformer(large, 224).parameters())
+    parts = _fit(changes)
+    heads = 0 if distill == "features" else 4 * 65536 * 256
+    assert 2 * own + heads < parts["frozen teacher"] < 2.05 * own + heads * 1.2
+    assert parts["teacher"] == 4 * count_parameters(recipe)
+    assert any("cls_regression" in name for name in student_facts(recipe).sizes) == (distill == "features")
+
+
+def test_the_architecture_of_a_run_is_read_from_its_json(tmp_path, capsys):
+    spec = dataclasses.replace(VITS["vit_base_patch16_dinov3"], depth=2, local_cls_norm=True)
+    (tmp_path / "teacher.json").write_text(json.dumps({"architecture": asdict(spec)}))
+    known = load_recipe("vits16", {"teacher.source": str(tmp_path)})
+    assert frozen_spec(known) == dataclasses.replace(spec, local_cls_norm=False)
+    unknown = tmp_path / "weights.pth"
+    unknown.write_bytes(b"")
+    words = ["plan", "--gpu", "a100-80g", "--config", "vits16", "--model.depth", "1"]
+    main([*words, "--teacher.source", str(unknown)])
+    page = capsys.readouterr().out
+    line = f"teacher.source {unknown} does not say its architecture without being read: its memory is not counted"
+    assert line in page and "frozen teacher" not in page
+    main([*words, "--teacher.distill", "heads"])
+    assert "no teacher.source: an EMA teacher is counted" in capsys.readouterr().out
