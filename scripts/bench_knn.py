@@ -18,8 +18,8 @@ from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import PhotoPatches
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError
+from dino_ds.evals.classifiers import knn_accuracies, knn_votes, nearest
 from dino_ds.evals.features import Reading, extract_features
-from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest_by_product
 from dino_ds.models.foreign import build_backbone
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.options.definition import Result
@@ -98,7 +98,7 @@ class _Problem:
         return float(same.float().mean()) if torch.allclose(value, cosines, atol=1e-5) else 0.0
 
     def _search(self) -> tuple[Tensor, Tensor]:
-        return nearest_by_product(self._queries, self._bank, self._k)
+        return nearest(self._queries, self._bank, self._k)
 
     def _search_and_vote(self) -> object:
         return knn_accuracies(self._bank, self._labels, self._queries, self._wanted, [self._k], _TEMPERATURE)

@@ -35,10 +35,8 @@ from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError, one_line
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp
-from dino_ds.evals.knn import average_precision, rank_database
 from dino_ds.weights.load import Backbone
 
-_SCALES = (1.0, 2**-0.5, 0.5)
 _SETUPS = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
@@ -54,39 +52,42 @@ def oxford(context: EvalContext) -> dict[str, float]:
 
 def paris(context: EvalContext) -> dict[str, float]:
     """Revisited Paris: landmarks by cosine, mAP of easy, medium and hard"""
-    return _evaluate(context, "paris", "rparis6k", size=512, scales=_SCALES)
+    return _evaluate(context, "paris", "rparis6k", size=512, scales=(1.0, 2**-0.5, 0.5))
 
 
 def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
     file = f"gnd_{dataset}.json"
     layout = f"a folder {dataset} with jpg/NAME.jpg and {file}, made of gnd_{dataset}.pkl as docs/benchmarks.md says"
     with distributed.raise_on_all_ranks():
-        folder = find_benchmark(context.settings.benchmark_root, dataset, (file, "jpg"), layout)
-        truth = read_ground_truth(folder / file)
+        folder = _find_benchmark(context.settings.benchmark_root, dataset, (file, "jpg"), layout)
+        try:
+            truth = _GroundTruth.model_validate(read_object(folder / file))
+            named = {i for answer in truth.gnd for i in (*answer.easy, *answer.hard, *answer.junk)}
+            if len(truth.gnd) != len(truth.qimlist) or not named <= set(range(len(truth.imlist))):
+                raise ValueError("gnd, qimlist and imlist do not fit together")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{folder / file} is not a ground truth of revisitop: {one_line(error)}") from None
     context.begin()
     side = context.settings.size or size
     transform = partial(_thumbnail, size=side, normalization=context.backbone.normalization)
     files = [NamedFiles([str(folder / f"jpg/{stem}.jpg") for stem in some]) for some in (truth.imlist, truth.qimlist)]
+    describe = partial(describe_at_scales, context.backbone, scales)
 
     def features(images: Any, label: str) -> Tensor:
-        """One row for each image; results without one that can't be read would not be comparable."""
-        describe = partial(describe_at_scales, context.backbone, scales)
         rows, _, bad = context.gather(describe, images, range(len(images)), transform, f"{name}: {label}", batch=1)
-        if bad:
+        if bad:  # results without them would not be comparable
             raise DataError(f"{len(bad)} images can't be read, such as {bad[0]}: download it again")
         return rows
 
     database = features(files[0], "database")
     queries = features(_CutOut(files[1], [answer.bbx for answer in truth.gnd]), "queries")
-    ranking = rank_database(queries, database).tolist()
+    similarity = F.normalize(queries, dim=-1) @ F.normalize(database, dim=-1).T
+    ranking = similarity.argsort(dim=1, descending=True, stable=True).tolist()
     return {f"{name}_{setup}_map": landmark_map(ranking, truth.gnd, setup) for setup in _SETUPS}
 
 
-def find_benchmark(root: Path | None, name: str, marks: Sequence[str], layout: str) -> Path:
-    """The folder of a benchmark, which has all `marks`: `root` or its subfolder `name`. Raises ConfigError, DataError.
-
-    layout: the files that the benchmark consists of, for messages.
-    """
+def _find_benchmark(root: Path | None, name: str, marks: Sequence[str], layout: str) -> Path:
+    """The folder `root` or its subfolder `name`, whichever has all `marks`; layout: the benchmark's files in words."""
     if root is None:
         raise ConfigError(f"{name} needs its images: --benchmark_root DIR, wanted is {layout}")
     for folder in (root, root / name):
@@ -104,7 +105,7 @@ class QueryAnswers(BaseModel):
     junk: list[int]
 
 
-class GroundTruth(BaseModel):
+class _GroundTruth(BaseModel):
     """Names of the database's images and of the queries, and the queries' answers; keys are revisitop's."""
 
     imlist: list[str]
@@ -112,48 +113,35 @@ class GroundTruth(BaseModel):
     gnd: list[QueryAnswers]
 
 
-def read_ground_truth(path: Path) -> GroundTruth:
-    """Read gnd_roxford5k.json or gnd_rparis6k.json. Raises DataError for any other content."""
-    try:
-        truth = GroundTruth.model_validate(read_object(path))
-        named = {i for answer in truth.gnd for i in (*answer.easy, *answer.hard, *answer.junk)}
-        if len(truth.gnd) != len(truth.qimlist) or not named <= set(range(len(truth.imlist))):
-            raise ValueError("gnd, qimlist and imlist do not fit together")
-        return truth
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a ground truth of revisitop: {one_line(error)}") from None
-
-
 def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswers], setup: str) -> float:
     """Mean average precision in percent; ranking: the whole database for each query, most similar first.
 
-    Queries without positives are left out; NaN if none is left. Equal to `compute_map` of revisitop.
+    A precision is the area under the curve over recall by the trapezoidal rule, junk skipped; queries without positives
+    are left out, NaN if none is left. Equal to `compute_map` of revisitop.
     """
     precisions = []
     for row, answer in zip(ranking, answers, strict=True):
-        positive, positive_or_junk = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
-        if positive:
-            precisions.append(average_precision(row, positive, positive_or_junk - positive))
+        positive, junk = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
+        kept = [image for image in row if image in positive or image not in junk]
+        area = 0.0
+        for hits, place in enumerate(place for place, image in enumerate(kept) if image in positive):
+            area += ((hits / place if place else 1.0) + (hits + 1) / (place + 1)) / 2
+        precisions += [area / len(positive)] if positive else []
     return 100.0 * sum(precisions) / len(precisions) if precisions else float("nan")
 
 
 def describe_at_scales(backbone: Backbone, scales: Sequence[float], images: Tensor) -> Tensor:
-    """One image (1, 3, h, w) of any size -> (1, d), the normalized sum of its features at `scales`."""
-    total = Tensor([0.0]).to(images.device)
+    """One image (1, 3, h, w) of any size -> (1, d), the normalized sum of its features at `scales`, each cropped to
+    whole patches at the right and bottom, as patch embeddings do; what is smaller than a patch is enlarged to one."""
+    total, patch = Tensor([0.0]).to(images.device), backbone.side_multiple
     for scale in scales:
         is_shrunken = scale != 1 and min(images.shape[-2:]) * scale >= 1
         scaled = F.interpolate(images, scale_factor=scale, mode="bilinear") if is_shrunken else images
-        total = total + backbone.features(_whole_patches(scaled, backbone.side_multiple))
+        height, width = (max(side, patch) for side in scaled.shape[-2:])
+        if (height, width) != scaled.shape[-2:]:
+            scaled = F.interpolate(scaled, size=(height, width), mode="bilinear")
+        total = total + backbone.features(scaled[..., : height // patch * patch, : width // patch * patch])
     return F.normalize(total, dim=-1)
-
-
-def _whole_patches(images: Tensor, patch: int) -> Tensor:
-    """Crop images to whole patches at the right and bottom, as patch embeddings do; enlarge small ones to a patch."""
-    height, width = images.shape[-2:]
-    if min(height, width) < patch:
-        height, width = max(height, patch), max(width, patch)
-        images = F.interpolate(images, size=(height, width), mode="bilinear")
-    return images[..., : height // patch * patch, : width // patch * patch]
 
 
 class _CutOut:
@@ -168,8 +156,7 @@ class _CutOut:
         return len(self._files)
 
     def load(self, index: int) -> Image.Image:
-        image = load_image(self._files, index, None)
-        assert isinstance(image, Image.Image)  # without a range nothing deeper is read
+        image: Any = load_image(self._files, index, None)
         return image.crop(self._boxes[index])
 
 
@@ -187,17 +174,12 @@ _LAYOUT = (
 )
 _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
-_VOID = 255
-_TOLERANCE = 0.008
-"""Tolerance of a boundary's position, as a fraction of the image's diagonal."""
-_MASKS = 16
-"""Masks dilated at once."""
 
 
 def davis(context: EvalContext) -> dict[str, float]:
     """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
     with distributed.raise_on_all_ranks():
-        folder = find_benchmark(context.settings.benchmark_root, "DAVIS", (_CLIPS, _FRAMES, _LABELS), _LAYOUT)
+        folder = _find_benchmark(context.settings.benchmark_root, "DAVIS", (_CLIPS, _FRAMES, _LABELS), _LAYOUT)
         clips = read_text(str(folder / _CLIPS), "a list of clips").split()
         if not clips:
             raise DataError(f"{folder / _CLIPS} names no clips: download it again")
@@ -224,7 +206,7 @@ def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
         raise DataError(f"DAVIS: clip {clip} has {len(paths)} frames, 3 are needed: download it again")
     frames = NamedFiles(list(map(str, paths)))
     width, height = _read(frames, 0).size
-    wanted = [read_label_map(folder / _LABELS / clip / f"{path.stem}.png", (width, height)) for path in paths]
+    wanted = [_read_label_map(folder / _LABELS / clip / f"{path.stem}.png", (width, height)) for path in paths]
     objects = int(wanted[0].max())
     if objects == 0:
         raise DataError(f"DAVIS: the first frame of clip {clip} has no object: download it again")
@@ -243,20 +225,15 @@ def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
     return judge_masks(pair[0], pair[1], objects)
 
 
-def _read(frames: NamedFiles, index: int) -> Image.Image:
+def _read(frames: NamedFiles, index: int) -> Any:
     try:
-        image = load_image(frames, index, None)
+        return load_image(frames, index, None)
     except UnreadableImage as error:
         raise DataError(f"{error}: download it again") from None
-    assert isinstance(image, Image.Image)  # without a range nothing deeper is read
-    return image
 
 
-def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Read uint8 (h, w): palette indices or gray values, 0 for void pixels; `size` is the photo's (width, height).
-
-    Raises DataError for any other file.
-    """
+def _read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
+    """Read uint8 (h, w): palette indices or gray values, 0 for void pixels, 255 in the file."""
     try:
         with Image.open(path, formats=["PNG"]) as image:
             if image.mode not in ("P", "L") or image.size != size:
@@ -264,7 +241,7 @@ def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
             mask = np.array(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{path} is not a PNG of labels: {one_line(error)}") from None
-    return np.where(mask == _VOID, 0, mask).astype(np.uint8)
+    return np.where(mask == 255, 0, mask).astype(np.uint8)
 
 
 class LabelPropagation:
@@ -319,26 +296,20 @@ def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray
 
 
 def judge_masks(predicted: Tensor, wanted: Tensor, objects: int) -> list[list[float]]:
-    """Labels uint8 (frames, h, w), 0 is background -> J and F of each object, means over frames."""
+    """Labels uint8 (frames, h, w), 0 is background -> J, intersection over union, and F of each object, means over
+    frames."""
     pairs = [(predicted == number, wanted == number) for number in range(1, objects + 1)]
-    return [
-        [float(similarity(*pair).mean()) for similarity in (region_similarity, boundary_similarity)] for pair in pairs
-    ]
+    return [[float(_share(a & b, a | b).mean()), float(_boundary_similarity(a, b).mean())] for a, b in pairs]
 
 
-def region_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
-    """Intersection over union of boolean masks (n, h, w), FP64 (n,); 1 where both are empty."""
-    return _share((predicted & wanted), predicted | wanted)
-
-
-def boundary_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
-    """F-measure of precision and recall of the boundaries' pixels, FP64; a pixel matches within the tolerance."""
-    radius, values = math.ceil(_TOLERANCE * math.hypot(*predicted.shape[1:])), []
-    for masks in zip(predicted.split(_MASKS), wanted.split(_MASKS), strict=True):
-        edges, wanted_edges = map(boundaries, masks)
+def _boundary_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
+    """F-measure of the boundaries' pixels of masks (n, h, w), FP64 (n,); they match within 0.008 of the diagonal."""
+    radius, values = math.ceil(0.008 * math.hypot(*predicted.shape[1:])), []
+    for masks in zip(predicted.split(16), wanted.split(16), strict=True):  # dilating them all takes more memory
+        edges, wanted_edges = map(_boundaries, masks)
         # Without predicted pixels precision is 1, without wanted ones recall is 1.
-        precision = _share(edges & dilate(wanted_edges, radius), edges)
-        recall = _share(wanted_edges & dilate(edges, radius), wanted_edges)
+        precision = _share(edges & _dilate(wanted_edges, radius), edges)
+        recall = _share(wanted_edges & _dilate(edges, radius), wanted_edges)
         values.append(2 * precision * recall / (precision + recall).clamp_min(1e-12))
     return torch.cat(values)
 
@@ -349,14 +320,14 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(pixels > 0, part.sum(dim=(1, 2)).double() / pixels.clamp_min(1), 1.0)
 
 
-def boundaries(masks: Tensor) -> Tensor:
+def _boundaries(masks: Tensor) -> Tensor:
     """Pixels that differ from their right, lower or lower right neighbor: 1 pixel wide, half a pixel off."""
     padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
     right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
     return (masks ^ right) | (masks ^ below) | (masks ^ both)
 
 
-def dilate(masks: Tensor, radius: int) -> Tensor:
+def _dilate(masks: Tensor, radius: int) -> Tensor:
     """Masks of all pixels within `radius` pixels, Euclidean, of a pixel of the mask."""
     offsets = torch.arange(-radius, radius + 1, device=masks.device)
     disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()

@@ -87,16 +87,6 @@ class EvalContext:
         self.memory: ImageMemory | None = None
         """Memory of transformed images, so that several contexts of a run read them only once."""
 
-    @property
-    def size(self) -> int:
-        """Side in pixels of the images that the model sees."""
-        return self.settings.size or self.backbone.image_size
-
-    @property
-    def crop(self) -> EvalCrop:
-        """The part of an image that the model sees."""
-        return EvalCrop(self.size, self.backbone.normalization)
-
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
         """Training and test images, labeled or not. Raises what opening them raises."""
@@ -104,10 +94,8 @@ class EvalContext:
             return self._named()
 
     def begin(self) -> None:
-        """Called by evaluations on all ranks, once they have all their images and are about to use the model.
-
-        `preflight_eval` runs evaluations up to this call.
-        """
+        """Called by evaluations on all ranks, once they have all their images and are about to use the model:
+        `preflight_eval` runs them up to this call."""
 
     @property
     def train_source(self) -> Source:
@@ -137,8 +125,9 @@ class EvalContext:
         """`any_indices`, checked: raises DataError without labels, or for classes that no training image in use has."""
         train, test = self.train_source, self.test_source
         indices, classes = self.any_indices, train.classes or []
-        wanted = set(_class_numbers(train, test)[_labels_of(test, indices)].tolist())
-        if unseen := sorted(classes[number] for number in wanted - set(_labels_of(train, self.train_indices).tolist())):
+        wanted = _class_numbers(train, test)[np.asarray(test.labels)[indices]]
+        known = np.asarray(train.labels)[self.train_indices]
+        if unseen := sorted(classes[number] for number in set(wanted.tolist()) - set(known.tolist())):
             raise DataError(
                 f"none of {len(self.train_indices)} training images is of {len(unseen)} classes of the test images: "
                 f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
@@ -152,7 +141,7 @@ class EvalContext:
 
     @cached_property
     def train(self) -> Labeled:
-        return self.compute(self.backbone.features, self.train_source, self.train_indices, self.crop)
+        return self._describe(self.train_source, self.train_indices)
 
     @cached_property
     def test(self) -> Labeled:
@@ -165,7 +154,7 @@ class EvalContext:
     @cached_property
     def any_images(self) -> Labeled:
         """Features of `any_source`, with its own labels."""
-        return self.compute(self.backbone.features, self.any_source, self.any_indices, self.crop)
+        return self._describe(self.any_source, self.any_indices)
 
     @property
     def image_counts(self) -> tuple[int | None, int | None]:
@@ -173,16 +162,10 @@ class EvalContext:
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
         return None if train is None else len(train), None if others is None else len(others)
 
-    def compute(
-        self,
-        describe: Callable[[Tensor], Tensor],
-        source: Source,
-        indices: Sequence[int],
-        transform: Callable[[Image.Image], Tensor],
-    ) -> Labeled:
-        """Compute `gather`'s features and labels; unreadable images are left out and noted. Raises GaveUp,
-        DataError."""
-        features, labels, unreadable = self.gather(describe, source, indices, transform)
+    def _describe(self, source: Source, indices: Sequence[int]) -> Labeled:
+        """Features and labels of images; unreadable ones are left out and noted. Raises GaveUp, DataError."""
+        crop = EvalCrop(self.settings.size or self.backbone.image_size, self.backbone.normalization)
+        features, labels, unreadable = self.gather(self.backbone.features, source, indices, crop)
         self.note(f"left out, unreadable: {text}" for text in unreadable)
         return Labeled(features, labels, len(source.classes or []))
 
@@ -201,16 +184,9 @@ class EvalContext:
         Raises GaveUp, DataError.
         """
         self.begin()
-        how = Reading(
-            transform,
-            self.settings.workers,
-            self.settings.value_range,
-            batch,
-            label if self.progress else None,
-            self.give_up,
-            self.crop.channels,
-            self.memory,
-        )
+        workers, value_range = self.settings.workers, self.settings.value_range
+        progress, channels = label if self.progress else None, len(self.backbone.normalization.mean)
+        how = Reading(transform, workers, value_range, batch, progress, self.give_up, channels, self.memory)
         features, labels, unreadable = extract_features(describe, source, indices, self.device, how)
         return features.float(), labels, unreadable
 
@@ -237,10 +213,8 @@ class EvalContext:
 
 @contextmanager
 def live_teacher(teacher: Teacher, image_size: int, normalization: Normalization) -> Iterator[Backbone]:
-    """The current teacher itself, not a copy: in FP32 whatever the precision of training, and not compiled.
-
-    `image_size` is the native side in pixels.
-    """
+    """The current teacher itself, not a copy: in FP32 whatever the precision of training, and not compiled;
+    `image_size` is the native side in pixels."""
     model = Backbone(teacher.backbone, image_size, "the teacher", dataclasses.asdict(normalization))
     with teacher.evaluating():
         yield model
@@ -256,10 +230,6 @@ def images_in_use(source: Source, limit: int | None) -> list[int]:
 
 def _is_labeled(source: Source) -> bool:
     return source.labels is not None and bool(source.classes)
-
-
-def _labels_of(source: Source, indices: list[int]) -> np.ndarray:
-    return np.asarray(source.labels)[indices]
 
 
 def _class_numbers(train: Source, test: Source) -> np.ndarray:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.evals.knn import topk_by_groups
+from dino_ds.evals.classifiers import topk_by_groups
 
 Pairs = tuple[np.ndarray, np.ndarray]
 """First and second rows (p,) of pairs."""
@@ -26,15 +26,8 @@ _INNER, _SIZES = 28, (28, 29, 30, 31, 32)
 """Side of the window of one thumbnail that is sought in another, and sides to which that thumbnail is shrunk before."""
 _ALIKE, _ROUGHLY, _NEIGHBORS = 0.92, 0.65, 10
 """Correlations from which on thumbnails show the same, with their details and of 8 x 8 pixels; neighbors compared."""
-_MOST_BLOCK, _BYTES_OF_A_PAIR = 8192, 64
-_SPARE = 6
-"""Candidates in FP32 beyond the neighbors wanted."""
-_ROUNDS = 256
-"""Rounds in which the first centers are drawn."""
 _MOST_CLUSTERS, _SAMPLE, _SAMPLE_OF_EACH = 2048, 16384, 32
 """Clusters at most, and rows, in all or for each of them, with which scikit-learn's k-means takes minutes at most."""
-_MOST_PASSES, _ENOUGH = 100, 1e-5
-"""Passes of k-means at most, and the relative gain of one below which it ends."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Vectors:
     @staticmethod
     def of(rows: np.ndarray, memory_gib: float, device: torch.device) -> Vectors:
         """The rows (n, d) that have a direction: neither NaN, as of unreadable images, nor zero."""
-        block = max(16, min(math.isqrt(int(memory_gib * 2**30) // _BYTES_OF_A_PAIR), _MOST_BLOCK))
+        block = max(16, min(math.isqrt(int(memory_gib * 2**30) // 64), 8192))  # 64 bytes for each pair of a block
         parts = (rows[start : start + block].astype(np.float64) for start in range(0, len(rows), block))
         lengths = np.concatenate([np.linalg.norm(part, axis=1) for part in parts])
         return Vectors(rows, np.flatnonzero(np.isfinite(lengths) & (lengths > 0)), block, device)
@@ -67,20 +60,15 @@ class Vectors:
     def parts(self, length: int) -> Iterator[slice]:
         return (slice(start, min(start + length, len(self))) for start in range(0, len(self), length))
 
-    @property
-    def rounding(self) -> float:
-        """The most by which the product of two rows in FP32, lengths too, may miss that in FP64."""
-        return float((2 * self.rows.shape[1] + 8) * 2.0**-23)
-
 
 @torch.no_grad()
 def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: cosines and places (q, k).
 
-    All in FP64, equal rows giving equal cosines; of these the first comes first. FP32 products choose candidates, and
-    a query whose candidates may lack a neighbor, by the rounding of these products, is compared with every row.
+    All in FP64, equal rows giving equal cosines; of these the first comes first. FP32 products choose six candidates
+    more, and a query whose candidates may lack a neighbor, by the rounding of these products, is compared with all.
     """
-    k, wanted = min(k, len(bank)), min(k + _SPARE, len(bank))
+    k, wanted = min(k, len(bank)), min(k + 6, len(bank))
     near = torch.full((len(queries), wanted), -math.inf, device=bank.device)
     places = torch.zeros_like(near, dtype=torch.long)
     for part in bank.parts(bank.block):
@@ -93,7 +81,8 @@ def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np
     exact = [(bank.take(column) * queries).sum(dim=1) for column in places.T.cpu().numpy()]
     cosines, order = torch.stack(exact, dim=1).sort(dim=1, descending=True, stable=True)
     places = places.gather(1, order)
-    unsure = cosines[:, k - 1] < near[:, -1] + bank.rounding
+    rounding = (2 * queries.shape[1] + 8) * 2.0**-23  # of FP32 products, lengths too, against FP64
+    unsure = cosines[:, k - 1] < near[:, -1] + rounding
     for row in unsure.nonzero().flatten().tolist() if wanted < len(bank) else ():
         every = torch.cat([(bank.take(part) * queries[row]).sum(dim=1) for part in bank.parts(bank.block)])
         values, order = every.sort(descending=True, stable=True)
@@ -213,7 +202,7 @@ def best_centers(vectors: Vectors, count: int, seed: int) -> Tensor:
 def first_centers(vectors: Vectors, count: int, draws: np.random.Generator) -> Tensor:
     """(count, d) rows drawn as greedy k-means++ does: of a few draws by the squared distance to the rows before, the
     one that brings all rows nearest; many clusters have several drawn in each of 256 rounds."""
-    added, trials = max(1, count // _ROUNDS), 2 + int(math.log(count))
+    added, trials = max(1, count // 256), 2 + int(math.log(count))
     chosen = draws.integers(len(vectors), size=1)
     distance = _assign(vectors, vectors.take(chosen).float())[1]
     while len(chosen) < count:
@@ -231,14 +220,12 @@ def first_centers(vectors: Vectors, count: int, draws: np.random.Generator) -> T
 @torch.no_grad()
 def k_means(vectors: Vectors, centers: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """Lloyd's algorithm from centers (k, d): centers, the nearest one of each row (n,) and its squared distance (n,).
-
-    A cluster that loses all rows gets the one farthest from its center.
-    """
+    A cluster that loses all rows gets the one farthest from its center."""
     labels, distances = _assign(vectors, centers)
-    for _ in range(_MOST_PASSES):
+    for _ in range(100):
         before, centers = distances.sum(), _means(vectors, labels, distances, len(centers))
         labels, distances = _assign(vectors, centers)
-        if before - distances.sum() <= _ENOUGH * before:
+        if before - distances.sum() <= 1e-5 * before:
             break
     return centers, labels, distances
 

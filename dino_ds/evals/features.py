@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,19 +35,12 @@ from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError, UserError
 from dino_ds.weights.load import Backbone
 
-_LOOKED_AT = 16
-"""Images of a run whose sizes are looked at."""
-_RAW_PIXELS = 32
 BATCH = 64
 
 
 @torch.no_grad()
 def extract_features(
-    describe: Callable[[Tensor], Tensor],
-    source: Source,
-    indices: Sequence[int],
-    device: torch.device,
-    reading: Reading,
+    describe: Callable[[Tensor], Tensor], source: Source, indices: Sequence[int], device: torch.device, reading: Reading
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Features (n, d) and labels (n,) of the images at `indices`, on `device`; and texts that name unreadable images.
 
@@ -56,8 +50,11 @@ def extract_features(
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = LabeledImages(source, mine, reading)
+    read = partial(load_batches, images, source, reading.workers, reading.progress, batch_size=reading.batch)
+    memory, key = reading.memory, (id(source), tuple(mine), type(reading.transform))
+    loading = memory.batches(key, read, _copied) if memory else read()
     features, labels, bad, gave_up = [], [], list[str](), False
-    with closing(_batches(images, source, mine, reading)) as batches:
+    with closing(loading) as batches:
         for crops, targets, unreadable in batches:
             bad += unreadable
             if len(crops):
@@ -108,25 +105,12 @@ class GaveUp(Exception):
     """Raised on all ranks when `give_up` returned true on one of them."""
 
 
-def _batches(
-    images: LabeledImages, source: Source, mine: Sequence[int], reading: Reading
-) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
-    """The batches of `collate`, from memory if they were read before."""
-
-    def read() -> Generator[Any, None, None]:
-        return load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
-
-    if reading.memory is None:
-        return read()
-    key = id(source), tuple(mine), type(reading.transform)
-    return reading.memory.batches(key, read, lambda rows: ((rows[0].clone(), rows[1].clone(), rows[2]), rows[0].nbytes))
+def _copied(batch: tuple[Tensor, Tensor, list[str]]) -> tuple[Any, int]:
+    return (batch[0].clone(), batch[1].clone(), batch[2]), batch[0].nbytes
 
 
 class ImageMemory:
-    """Keeps batches of transformed images in memory once they are read, up to `most` bytes on this rank.
-
-    A run evaluates the same images again and again; if they fit, loader processes are started only once.
-    """
+    """Keeps batches of transformed images, up to `most` bytes on this rank: a run evaluates the same ones each time."""
 
     def __init__(self, most: int = 256 << 20) -> None:
         self._room, self._kept = most, dict[Any, list[Any]]()
@@ -135,10 +119,7 @@ class ImageMemory:
         self, key: Any, read: Callable[[], Generator[Any, None, None]], copied: Callable[[Any], tuple[Any, int]]
     ) -> Generator[Any, None, None]:
         """Yield the batches called `key` from memory, or else from `read`; those are kept if all of them fit.
-
-        Args:
-            copied: a batch -> its copy and the size of the copy in bytes.
-        """
+        copied: a batch -> its copy and the size of the copy in bytes."""
         if key in self._kept:
             yield from (copied(batch)[0] for batch in self._kept[key])
             return
@@ -165,9 +146,7 @@ def load_batches(
     **batching: Any,
 ) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
     """Yield batches of `collate`, with a progress bar `progress` on rank 0; batching: arguments of the DataLoader.
-
-    Closing the generator ends the loader's processes.
-    """
+    Closing the generator ends the loader's processes."""
     loader = DataLoader(images, collate_fn=collate, **batching, **worker_options(workers))
     hidden = distributed.hidden_bar(progress is not None)
     with started(loader, source) as batches:
@@ -224,8 +203,7 @@ def fill_rows(
 
 def raw_pixels(images: Tensor) -> Tensor:
     """Images (b, 3, h, w) -> (b, 3 * 32 * 32) shrunken pixels: the baseline that any learning must beat."""
-    size = min(_RAW_PIXELS, images.shape[-1])
-    return F.adaptive_avg_pool2d(images.float(), size).flatten(1)
+    return F.adaptive_avg_pool2d(images.float(), min(32, images.shape[-1])).flatten(1)
 
 
 @contextmanager
@@ -242,8 +220,7 @@ def keep_generators(*devices: torch.device) -> Iterator[None]:
 
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:
-    """The images that the options name, else the training images of the run `model`. Raises ConfigError,
-    DataError."""
+    """The images that the options name, else the training images of the run `model`. Raises ConfigError, DataError."""
     if recipe := recipe_of(model, source, root):
         if recipe.data.mixture:
             return recipe_images(recipe.data)
@@ -301,8 +278,8 @@ def crop_pct_of(model: str, side: int) -> float | None:
         if recipe is None or ":" in f"{recipe.data.source} {recipe.data.place}":
             return None
         source, channels = find_images(model, None, None), recipe.model.in_chans
-        some = evenly_spaced_indices(len(source), _LOOKED_AT)
-        images = [open_image(source, i, MAX_PIXELS, channels=channels) for i in some]
+        indices = evenly_spaced_indices(len(source), 16)
+        images = [open_image(source, i, MAX_PIXELS, channels=channels) for i in indices]
     except (UserError, UnreadableImage, OSError):
         return None
     uncut = sum(min(image.width, image.height) <= side for image in images)

@@ -42,8 +42,6 @@ from dino_ds.run.run import PeriodicTask, StepContext
 from dino_ds.run.run_folder import best_step
 from dino_ds.weights.load import Backbone
 
-MEASURED_ANEW = "measured_anew"
-"""A metric that marks a break: evaluations before it were on other images or settings."""
 Results = dict[str, dict[str, Any]]
 """Results by evaluation, as RUN/evaluations.json keeps them."""
 
@@ -65,20 +63,29 @@ class EvalRunner(PeriodicTask):
         normalization: Normalization,
     ) -> None:
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
-        self._normalization = normalization
-        self._sources = sources
-        self._notes: list[str] = []
-        self._noted: set[str] = set()
-        self.knn = Knn()
+        self._normalization, self._sources = normalization, sources
+        self._notes, self._noted = list[str](), set[str]()
+        self.knn, self._memory = Knn(), ImageMemory()
         self.best: Best | None = None
         self.held_out: HeldOutLoss | None = None
         self._improved = False
         self._anew = False
         """Whether a checkpoint's values are not comparable: they are measured again before training continues."""
-        self._memory = ImageMemory()
         for name in names:
-            self._check(name)
-        self.basis = self._find_basis()
+            try:
+                context = preflight_eval(name, settings, lambda: sources)
+            except (ConfigError, DataError) as error:
+                raise with_recipe_keys(name, error) from None
+            if name == "knn":
+                self.knn.chance = 100.0 / len(context.train_source.classes or ())
+                self.knn.images = len(context.test_indices)
+        digest = ""
+        if distributed.rank() == 0:
+            pairs = zip(sources, (settings.images, settings.test_images or settings.images), strict=True)
+            of_images = [digest_of(images, images_in_use(images, most)) for images, most in pairs if images is not None]
+            values = settings.ks, settings.temperature, settings.value_range, image_size, normalization
+            digest = hashlib.blake2b(repr([*values, *of_images]).encode(), digest_size=16).hexdigest()
+        self.basis = distributed.gather_objects(digest)[0]
         """A digest of the images and settings: only values with the same digest are comparable."""
 
     @classmethod
@@ -101,7 +108,7 @@ class EvalRunner(PeriodicTask):
             value_range=data.known_range,
             benchmark_root=Path(section.benchmark_root).expanduser() if section.benchmark_root else None,
         )
-        names, problem = _evaluations(recipe, train, test, settings)
+        names, problem = _find_names(recipe, train, test, settings)
         best = Best.from_recipe(section, names)
         if not names and held_out is None:
             return None
@@ -120,29 +127,6 @@ class EvalRunner(PeriodicTask):
             runner._notes += note_on_shared([VAL_LOSS], train, held_out, "eval.val_root", "held-out")[1]
         return runner
 
-    def _check(self, name: str) -> None:
-        """Raise ConfigError or DataError if evaluation `name` lacks something; for k-NN, keep its chance and count."""
-        try:
-            context = preflight_eval(name, self._settings, lambda: self._sources)
-        except (ConfigError, DataError) as error:
-            raise with_recipe_keys(name, error) from None
-        if name == "knn":
-            self.knn.chance = 100.0 / len(context.train_source.classes or ())
-            self.knn.images = len(context.test_indices)
-
-    def _find_basis(self) -> str:
-        settings, digest = self._settings, ""
-        if distributed.rank() == 0:
-            limits = settings.images, settings.test_images or settings.images
-            of_images = [
-                digest_of(source, images_in_use(source, limit))
-                for source, limit in zip(self._sources, limits, strict=True)
-                if source is not None
-            ]
-            values = settings.ks, settings.temperature, settings.value_range, self._size, self._normalization
-            digest = hashlib.blake2b(repr([*values, *of_images]).encode(), digest_size=16).hexdigest()
-        return distributed.gather_objects(digest)[0]
-
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
 
@@ -155,12 +139,16 @@ class EvalRunner(PeriodicTask):
             results, losses = (None, losses) if measured is None else (results, measured)
         if results is None:
             return False
-        stalled = self._track(moment, results, losses) | (
-            {MEASURED_ANEW: 1} if self._anew and not moment.at_start else {}
-        )
+        stalled = self._track(moment, results, losses)
+        if self._anew and not moment.at_start:
+            stalled["measured_anew"] = 1  # evaluations before it were on other images or settings
         self._anew = False
+        metrics = dict[str, float]()
+        for name, result in results.items():
+            named = {f"eval/{metric}": value for metric, value in result["results"].items()}
+            metrics |= self.knn.metrics() if name == "knn" else named
         if results or losses:
-            moment.log.write({"step": moment.step, **self.metrics(results), **losses, **stalled})
+            moment.log.write({"step": moment.step, **metrics, **losses, **stalled})
         moment.log.info(*self.lines(results))
         if losses:
             moment.log.info(f"val_loss at step {moment.step}: {losses['val_loss']:.4f}")
@@ -185,9 +173,8 @@ class EvalRunner(PeriodicTask):
         return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
 
     def missed(self, step: int, at_start: bool) -> bool:
-        if self._anew or at_start or self.best is None:
-            return self._anew or at_start
-        return self.best.seen not in (None, step) and step % self._every == 0
+        was_due = self.best is not None and self.best.seen not in (None, step) and step % self._every == 0
+        return self._anew or at_start or was_due
 
     def improved(self) -> bool:
         return self._improved
@@ -243,16 +230,6 @@ class EvalRunner(PeriodicTask):
             results["knn"] |= {SHARED: self.knn.shared} if self.knn.shared else {}
         return results
 
-    def metrics(self, results: Results) -> dict[str, float]:
-        """The metrics of metrics.jsonl and TensorBoard: k-NN with its baselines, the others as eval/METRIC."""
-        values: dict[str, float] = {}
-        for name, result in results.items():
-            if name == "knn":
-                values |= self.knn.metrics()
-            else:
-                values |= {f"eval/{metric}": value for metric, value in result["results"].items()}
-        return values
-
     def lines(self, results: Results) -> list[str]:
         """Lines for the log, each note once; the same on all ranks."""
         lines = [f"evals    {note}" for note in dict.fromkeys(self._notes) if note not in self._noted]
@@ -289,11 +266,10 @@ def _test_images(recipe: Recipe, train: Source) -> Source | None:
     return build_source(data.source, root if data.own_files else data.root, "test", data.download)
 
 
-def _evaluations(
+def _find_names(
     recipe: Recipe, train: Source, test: Source | None, settings: Settings
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The names of a run's evaluations, and a note if eval.evals "auto" asks for k-NN on held-out images, which is not
-    possible."""
+    """A run's evaluations, and a note if eval.evals "auto" asks for k-NN on held-out images that is not possible."""
     section = recipe.eval
     if section.evals != "auto" or test is None:
         return () if section.evals == "auto" else section.evals, []
@@ -303,11 +279,6 @@ def _evaluations(
         except DataError as error:
             return (), [f"no k-NN on the held-out images: {with_recipe_keys('knn', error)}"]
     return ("knn",), []
-
-
-_BATCH = 32
-"""Smallest micro-batch, or a smaller global batch; up to twice as many images, so that no batch has a single one."""
-_MOST_NAMES = 5
 
 
 class HeldOutLoss:
@@ -321,7 +292,8 @@ class HeldOutLoss:
         count = min(len(source), recipe.eval.test_images)
         if count < 2:
             raise DataError(f"a held-out loss needs two images, and there is {count}: name more, or a larger share")
-        parts = max(1, count // min(_BATCH, max(2, recipe.data.global_batch)))
+        # 32 to 63 images, or from a smaller global batch on: no micro-batch has a single one.
+        parts = max(1, count // min(32, max(2, recipe.data.global_batch)))
         chosen = evenly_spaced_indices(len(source), count)
         self._parts = [part.tolist() for part in np.array_split(np.array(chosen), parts)]
         self._noted, self._memory = False, ImageMemory()
@@ -334,7 +306,7 @@ class HeldOutLoss:
         Leaves training's state and random numbers unchanged. Raises DataError only at the start of a run.
         """
         assert moment.training is not None
-        losses, bad = dict[int, list[float]](), list[str]()
+        scalars, losses, bad = moment.training.objective.scalars, dict[int, list[float]](), list[str]()
         ranks, mine = distributed.world_size(), distributed.rank()
         rounds = [self._parts[first : first + ranks] for first in range(0, len(self._parts), ranks)]
         # In the last round a rank without a part repeats another rank's: every rank must join each pass.
@@ -353,17 +325,11 @@ class HeldOutLoss:
                     return {}
                 assert isinstance(batch, LoaderBatch)
                 bad += batch.bad
-                values = self._measure(batch, moment)
+                with distributed.alone():
+                    loss, values = moment.training.measure(to_device(batch, moment.device))
                 if mine < len(rounds[number]):
-                    losses[number * ranks + mine] = [float(len(part)), *values]
+                    losses[number * ranks + mine] = [len(part), float(loss), *(float(values[name]) for name in scalars)]
         return self._means(losses, bad, moment)
-
-    def _measure(self, batch: LoaderBatch, moment: StepContext) -> list[float]:
-        """The loss and the scalars of the objective for one micro-batch."""
-        assert moment.training is not None
-        with distributed.alone():
-            loss, scalars = moment.training.measure(to_device(batch, moment.device))
-        return [float(loss), *(float(scalars[name]) for name in moment.training.objective.scalars)]
 
     def _means(self, losses: dict[int, list[float]], bad: list[str], moment: StepContext) -> dict[str, float]:
         """Means over all images, summed in the order of the micro-batches and not of the ranks."""
@@ -372,7 +338,7 @@ class HeldOutLoss:
         rows = dict(sorted((number, row) for by_number, _ in answers for number, row in by_number.items())).values()
         unreadable = sorted({name for _, names in answers for name in names})
         if unreadable and not self._noted:
-            such = ", ".join(unreadable[:_MOST_NAMES])
+            such = ", ".join(unreadable[:5])
             moment.log.info(f"evals    {len(unreadable)} held-out images can't be read, others stand for them: {such}")
             self._noted = True
         images = sum(row[0] for row in rows)

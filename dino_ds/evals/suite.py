@@ -23,16 +23,10 @@ from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.classifiers import feature_statistics, fit_linear, fit_ridge, knn_accuracies
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
-from dino_ds.evals.knn import feature_statistics, knn_accuracies
-from dino_ds.evals.linear import fit_linear, fit_ridge
 
 OF_ONE_SET = ("statistics",)
-_LOOKED_AT = 64
-_OF_ONE_NAME = 2
-"""Most training images of a test image's file name that are compared with it; as many again with its folder too."""
-Evaluation = Callable[[EvalContext], dict[str, float]]
-"""Results are percentages unless the function's docstring says otherwise."""
 
 
 def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
@@ -65,8 +59,8 @@ def note_on_shared(
         looked_at: Sequence[int] = range(len(test))
         shared = _same_files(train, test)
         if not shared:
-            looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
-            shared = _shared(train, test, looked_at)
+            looked_at = evenly_spaced_indices(len(test), 64)
+            shared = _same_contents(train, test, looked_at)
         if shared:
             share = len(shared) / len(looked_at)
             notes.append(
@@ -87,8 +81,9 @@ def _same_files(train: Any, test: Any) -> list[int]:
     return shared if is_true else []
 
 
-def _shared(train: Source, test: Source, looked_at: Sequence[int]) -> list[int]:
-    """Indices of the test images that have the same content as a training image of the same name."""
+def _same_contents(train: Source, test: Source, looked_at: Sequence[int]) -> list[int]:
+    """Indices of the test images that have the same content as a training image of the same name: two of the file name
+    are compared with each, and two of the folder's too."""
     if not all(hasattr(source, "read") for source in (train, test)):
         return []
     names = {index: _name(test, index) for index in looked_at}
@@ -97,7 +92,7 @@ def _shared(train: Source, test: Source, looked_at: Sequence[int]) -> list[int]:
     for index in range(len(train)):
         whole_name = _name(train, index)
         for name in (whole_name, whole_name[-1:]):
-            if name in wanted and len(alike[name]) < _OF_ONE_NAME:
+            if name in wanted and len(alike[name]) < 2:
                 alike[name].append(index)
     return [
         index
@@ -127,8 +122,7 @@ def knn(context: EvalContext) -> dict[str, float]:
     test, train = context.test, context.train
     images = len(train.labels)
     ks = _with_neighbors(settings.ks, images)
-    if len(ks) < len(settings.ks):
-        left_out = ", ".join(str(k) for k in settings.ks if k > images)
+    if left_out := ", ".join(str(k) for k in settings.ks if k > images):
         context.note([f"k = {left_out} left out: there are {images} training images"])
     accuracies = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
     return {f"knn_{k}": accuracy for k, accuracy in accuracies.items()}
@@ -164,8 +158,8 @@ def statistics(context: EvalContext) -> dict[str, float]:
     return feature_statistics(context.any_images.features, context.settings.seed)
 
 
-def find_evaluation(name: str) -> Evaluation:
-    """The function of an evaluation."""
+def find_evaluation(name: str) -> Callable[[EvalContext], dict[str, float]]:
+    """The function of an evaluation; its results are percentages unless its docstring says otherwise."""
     from dino_ds.evals.benchmarks import davis, oxford, paris
 
     functions = (knn, linear, ridge, statistics, oxford, paris, davis)

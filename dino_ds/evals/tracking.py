@@ -25,9 +25,6 @@ RESULTS = "evaluations.json"
 images of the evaluation, if not those of the run."""
 SHARED, MOST_SHARED = "shared", 0.5
 """Key of the part of the test images that is trained on, if any; from which part on k-NN tells nothing."""
-_LEAST_EVALUATIONS = 10
-_FEW_TEST_IMAGES = 400
-"""With fewer test images, chance changes the k-NN accuracy by 5 points or more."""
 
 
 def name_images(source: str, root: str | None) -> str:
@@ -55,10 +52,6 @@ def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         name: {**kept, "results": {key: v if math.isfinite(v) else None for key, v in kept["results"].items()}}
         for name, kept in results.items()
     }
-
-
-_ALL_RIGHT = 100.0
-"""An accuracy, percent, that can't be bettered."""
 
 
 @dataclass
@@ -105,8 +98,7 @@ class Best:
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""
-        fresh = Best(self.metric, self.patience, basis=self.basis)
-        vars(self).update(vars(fresh))
+        vars(self).update(vars(Best(self.metric, self.patience, basis=self.basis)))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
         """Record the value of an evaluation, None if it was not possible; returns whether it is the best so far.
@@ -119,23 +111,20 @@ class Best:
         self.newest = value
         if at_start:
             self.start, self.start_step = value, step
-        if due:
-            self._count(value)
-        gain = math.inf if self.value is None else self._gain(value, self.value)
+        if due and math.isfinite(value) and self._gain(value, self.reference) > 0:
+            self.reference, self.stalled = value, 0
+        elif due:
+            self.stalled += 1
+        gain = self._gain(value, self.value)
         # As good as the start, with training: the later teacher.
         better = math.isfinite(value) and (gain > 0 or (gain == 0 and self.step == self.start_step))
         if better:
             self.value, self.step = value, step
         return better
 
-    def _count(self, value: float) -> None:
-        gain = self._gain(value, self.reference) if self.reference is not None else math.inf
-        if math.isfinite(value) and gain > 0:
-            self.reference, self.stalled = value, 0
-        else:
-            self.stalled += 1
-
-    def _gain(self, value: float, than: float) -> float:
+    def _gain(self, value: float, than: float | None) -> float:
+        if than is None:
+            return math.inf
         return than - value if self.metric == VAL_LOSS else value - than
 
     @property
@@ -164,7 +153,7 @@ class Best:
                 f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             )
             solved = f"whether it has learned can't be told: {self.metric} was 100 before training"
-            lines.append(f"warning  {solved if began == now == _ALL_RIGHT else worse}")
+            lines.append(f"warning  {solved if began == now == 100 else worse}")
         return lines
 
     @staticmethod
@@ -213,8 +202,8 @@ class Knn:
         self.untrained = latest if at_start else self.untrained
 
     def notes(self) -> list[str]:
-        """A note on how much chance changes the accuracy, if test images are few."""
-        if not 0 < self.images < _FEW_TEST_IMAGES:
+        """A note on how much chance changes the accuracy: by 5 points or more with fewer than 400 test images."""
+        if not 0 < self.images < 400:
             return []
         margin = margin_of_chance(self.images)
         return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
@@ -236,10 +225,8 @@ class Knn:
         return self.line()
 
     def warning(self, cut: bool = False) -> str | None:
-        """A warning, with advice, where test images are trained on or the newest features are worse than raw pixels.
-
-        `cut`: whether --max_steps ended the run before its length.
-        """
+        """A warning, with advice, where test images are trained on or the newest features are worse than raw pixels;
+        `cut`: whether --max_steps ended the run before its length."""
         if self.shared >= MOST_SHARED:
             return "test images are training images too: k-NN does not tell whether it has learned (--eval.root)"
         if self.latest is None or self.raw is None or self.latest >= self.raw:
@@ -254,8 +241,8 @@ class Knn:
         """The warning, if there is one, and the newest k-NN, as lines of the log; `cut` as for `warning`."""
         if self.latest is None:
             return []
-        warning = self.warning(cut)
-        return [*([f"warning  {warning}"] if warning else []), f"k-NN     at step {self.step}: {self.line()}"]
+        warnings = [f"warning  {warning}"] if (warning := self.warning(cut)) else []
+        return [*warnings, f"k-NN     at step {self.step}: {self.line()}"]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("raw", "untrained", "latest", "step")}
@@ -263,8 +250,7 @@ class Knn:
     def load_state_dict(self, state: dict[str, Any], comparable: bool) -> list[str]:
         """Restore what `state_dict` returned; if it is not `comparable`, drop it and return a note."""
         if comparable:
-            self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
-            self.step = state["step"]
+            vars(self).update({name: state[name] for name in self.state_dict()})
         elif state["latest"] is not None:
             return [
                 f"k-NN {state['latest']:.1f} % at step {state['step']}, raw pixels {state['raw']:.1f} % and what "
@@ -280,4 +266,4 @@ def evaluated_every(recipe: Recipe, epoch_steps: int) -> int:
     if every.unit == "steps":
         return steps
     length = recipe.length.in_steps(batch, epoch_steps) - recipe.length.begin
-    return min(steps, max(1, length // _LEAST_EVALUATIONS))
+    return min(steps, max(1, length // 10))

@@ -20,20 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 90
-_HEADS = 12
-"""Most attention heads that are shown, each in a column."""
 INK, _OPACITIES = "#727c8b", 16
 """Color of the words in a picture without a background: it is read on a light page and on a dark one."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
 """Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.24
 """Inches: a picture's side, between pictures, a line of text."""
-_LETTERS, _LETTER = 17, 0.078
-"""Most letters under a picture, and the width of a heading's letter in inches."""
-_GROUPS = 20
-"""Most groups that the map's legend names: the number of colors."""
-_MAP = 8.0
-"""Inches of the map's side."""
+_GROUPS, _MAP = 20, 8.0
+"""Most groups that the map's legend names: the number of colors; inches of the map's side."""
 
 
 class Sheet:
@@ -53,7 +47,7 @@ class Sheet:
 
         self._row = _CELL + _GAP + (_LINE if captions else 0)
         width = columns * (_CELL + _GAP) + _GAP
-        lines = textwrap.wrap(heading, int(width / _LETTER))
+        lines = textwrap.wrap(heading, int(width / 0.078))  # inches of a letter's width
         self._top = _LINE * (len(lines) + any(titles)) + _GAP
         height = self._top + rows * self._row
         self.figure = Figure(figsize=(width, height))
@@ -80,12 +74,12 @@ class Sheet:
 
     def _text(self, column: int, bottom: float, text: str, size: int) -> None:
         middle = _GAP + column * (_CELL + _GAP) + _CELL / 2
-        self.axes.text(middle, bottom - 0.04, shorten(text), fontsize=size, color=INK, ha="center", parse_math=False)
+        self.axes.text(middle, bottom - 0.04, _shorten(text), fontsize=size, color=INK, ha="center", parse_math=False)
 
 
-def shorten(text: str) -> str:
-    """Shorten a text to what fits under a picture."""
-    return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
+def _shorten(text: str) -> str:
+    """What fits under a picture."""
+    return text if len(text) <= 17 else text[:16] + "…"
 
 
 def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -99,7 +93,7 @@ def draw_attention(pictures: Tensor, attention: Tensor, heading: str = "") -> Fi
     """Draw pictures (b, H, W, 3) in [0, 1] and the CLS token's attention (b, heads, h, w): a row for each image, a
     column for each head (figure 3 of the DINO paper)."""
     heads = attention.shape[1]
-    shown = min(heads, _HEADS)
+    shown = min(heads, 12)
     names = [f"head {head}" for head in range(shown)]
     first = "image" if shown == heads else f"{shown} of {heads} heads"
     sheet = Sheet(len(pictures), 1 + shown, [first, *names], heading=heading)
@@ -175,7 +169,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
 
     names = sorted(set(groups)) if groups else []
     legend = 0 < len(names) <= _GROUPS
-    columns = max(1, min(5, 80 // (4 + max(map(len, map(shorten, names)), default=0))))
+    columns = max(1, min(5, 80 // (4 + max(map(len, map(_shorten, names)), default=0))))
     bottom = (0.25 * -(-len(names) // columns) + 0.1) if legend else 0.0
     height = _MAP + 0.3 + bottom
     figure = Figure(figsize=(_MAP, height))
@@ -187,7 +181,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     axes.axis("off")
     if legend:
         spots = [axes.plot([], [], "s", color=colors[i])[0] for i in range(len(names))]
-        words = [shorten(name) for name in names]
+        words = [_shorten(name) for name in names]
         box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=11, labelcolor=INK, frameon=False)
         for text in box.texts:
             text.set_parse_math(False)

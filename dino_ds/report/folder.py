@@ -27,17 +27,6 @@ LEVELS = {
 """Kinds of events that are incidents, and how bad they are."""
 _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "hang": "failed", "images": ""}
 """How a run has ended after the last event of these kinds; "" if it goes on."""
-_LARGEST_NUMBER = 1e100
-_BEST = "best_teacher.json"
-
-
-@dataclass(frozen=True)
-class Incident:
-    """An event that the report lists; `time` is such as "2026-11-21T16:47:54Z"."""
-
-    kind: str
-    time: str
-    line: str
 
 
 @dataclass
@@ -47,34 +36,21 @@ class Events:
     Attributes:
         newest: the last event of each kind.
         ended: finished, ended (by eval.stop_after), stopped, failed or "".
-        incidents: in the order of the file, at most 50 of a kind.
+        incidents: kind, time, such as "2026-11-21T16:47:54Z", and line, in the order of the file, at most 50 of a kind.
         counts: number of all incidents by kind.
         resumed: the steps at which the run was resumed.
     """
 
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: str = ""
-    incidents: list[Incident] = field(default_factory=list)
+    incidents: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)
 
-    def text(self, kind: str) -> str:
-        """Return the line of the newest event of a kind without the first word, or ""."""
-        return self.newest[kind]["line"].partition(" ")[2].strip() if kind in self.newest else ""
-
     def fact(self, kind: str, name: str, of: type[T]) -> T | None:
-        """Return a fact of the newest event of a kind, or None if it is missing or of another type."""
+        """A fact of the newest event of a kind, or None if it is missing or of another type."""
         value = self.newest.get(kind, {}).get(name)
         return value if isinstance(value, of) else None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The newest result of one evaluation; about: step, images and date, as far as the file has them."""
-
-    name: str
-    results: dict[str, float]
-    about: dict[str, Any]
 
 
 @dataclass
@@ -82,6 +58,7 @@ class RunFiles:
     """One run folder.
 
     Attributes:
+        evaluations: the newest results of each, beside step, images and date, as far as the file has them.
         best: metric, value, start and step of the best teacher, {} without one.
         state: finished, stopped (before its length), failed, running or unfinished.
         notes: missing and broken parts of the folder.
@@ -95,7 +72,7 @@ class RunFiles:
     recipe_text: str = ""
     ds: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: list[Path] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
     state: str = "unfinished"
@@ -141,20 +118,19 @@ def read_run(path: Path) -> RunFiles:
     _read_recipe(run)
     run.evaluations = _evaluations(path, notes)
     run.pictures = sorted(file for file in (path / "pictures").rglob("*.png") if file.is_file())
-    if (path / _BEST).is_file():
-        about: dict[str, Any] = _read(notes, path / _BEST, read_object, {}, "the best teacher is not shown")
-        best = about.get("best")
-        if isinstance(best, dict):
+    if (file := path / "best_teacher.json").is_file():
+        about: dict[str, Any] = _read(notes, file, read_object, {}, "the best teacher is not shown")
+        if isinstance(best := about.get("best"), dict):
             run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
     run.state = _state(run)
-    marks = dict[str, list[float]]()
+    marks = dict[str, list[int]]()
     if resumed := events.resumed:
         times = f", the last of {len(resumed)} times" if len(resumed) > 1 else ""
-        marks[f"resumed at step {resumed[-1]:,}{times}"] = [*map(float, resumed)]
+        marks[f"resumed at step {resumed[-1]:,}{times}"] = resumed
     if origin := Origin.read(path):
         before = curves_before(origin)
         run.metrics = replace(run.metrics, first_step=origin.first_step, before=before)
-        marks |= {f"stage begun at {origin.run}'s step {origin.step:,}": [float(origin.first_step)]} if before else {}
+        marks |= {f"stage begun at {origin.run}'s step {origin.step:,}": [origin.first_step]} if before else {}
     run.metrics = replace(run.metrics, marks=marks)
     return run
 
@@ -189,57 +165,52 @@ def read_events(path: Path) -> Events:
         if kind in LEVELS:
             events.counts[kind] = events.counts.get(kind, 0) + 1
             if events.counts[kind] <= MOST_OF_A_KIND:
-                events.incidents.append(Incident(kind, time, line))
+                events.incidents.append((kind, time, line))
     return events
 
 
 def _read_recipe(run: RunFiles) -> None:
-    path = run.path / "config.yaml"
-    run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
+    path, unknown = run.path / "config.yaml", "the recipe is not known"
+    run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", unknown)
     if run.recipe_text:
         try:
             recipe = run.recipe = load_run_recipe(run.path)
             began = recipe.model.init_from is not None or recipe.stage_start is not None
             titles = {term.name: term.title for term in known_terms(recipe)}
             run.metrics = replace(run.metrics, titles=titles, began_with_weights=began)
+            unknown = "titles and weights are not known"
+            terms_of(recipe), teachers_of(recipe)
         except (ConfigError, CheckpointError) as error:
-            run.notes.append(f"the recipe is not known: {str(error).splitlines()[0]}")
-            return
-        try:
-            terms_of(run.recipe), teachers_of(run.recipe)
-        except ConfigError as error:
-            run.notes.append(f"titles and weights are not known: {str(error).splitlines()[0]}")
+            run.notes.append(f"{unknown}: {str(error).splitlines()[0]}")
 
 
-def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
-    """Read the run's evaluations from a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
-    file = path / RESULTS
+def _evaluations(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
+    """The run's evaluations of a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
+    file, evaluations = path / RESULTS, dict[str, dict[str, Any]]()
     if not file.exists():
-        return []
+        return evaluations
     content: dict[str, Any] = _read(notes, file, read_object, {}, "no evaluations are shown")
-    evaluations = []
     for name, entry in content.items():
         if isinstance(entry, dict) and isinstance(entry.get("results"), dict):
             about = {key: value for key, value in entry.items() if isinstance(value, str)} | _numbers(entry)
-            evaluations.append(Evaluation(name, _numbers(entry["results"]), about))
-    return [evaluation for evaluation in evaluations if evaluation.results]
+            if results := _numbers(entry["results"]):
+                evaluations[name] = {**about, "results": results}
+    return evaluations
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
     return {
         key: float(value)
         for key, value in values.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
     }
 
 
 def _state(run: RunFiles) -> str:
-    is_whole = run.step >= (run.planned_steps or 0)
-    ended = run.events.ended
-    if ended == "finished" and not is_whole:
+    if run.events.ended == "finished" and run.step < (run.planned_steps or 0):
         return "stopped"
-    if ended:
-        return "finished" if ended == "ended" else ended
+    if run.events.ended:
+        return "finished" if run.events.ended == "ended" else run.events.ended
     try:
         RunLock(run.path).check_free(0)
     except ConfigError:

@@ -5,12 +5,11 @@ drawn as SVG by matplotlib; jinja2 escapes all text.
 from __future__ import annotations
 
 import base64
-import functools
 import io
 import json
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ import jinja2
 import numpy as np
 from PIL import Image, features
 
-from dino_ds.basics import formatting
 from dino_ds.basics.files import read_lines
 from dino_ds.basics.formatting import number
 from dino_ds.config.evaluation import EVALUATIONS
@@ -27,7 +25,7 @@ from dino_ds.config.stages import Origin, read_run_id
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.base import OF_EVERY_RUN
 
-_PARTS, _MOST_STAGES = 400, 20
+_PARTS = 400
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
 EVALUATED, SHARE = "eval/", "share/"
@@ -61,11 +59,6 @@ class Curve:
     @property
     def constant(self) -> bool:
         return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the curve has more points than a chart can show apart."""
-        return len(self) > 4 * _PARTS
 
     def outline(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Split x into 400 equal parts; return mean x and lowest, mean and highest y of parts with finite values."""
@@ -111,10 +104,8 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the curves of a metrics.jsonl; of two lines with the same step the later counts.
-
-    Raises OSError, or ConfigError for another kind of file.
-    """
+    """Read the curves of a metrics.jsonl; of two lines with the same step the later counts. Raises OSError, and
+    ConfigError for another kind of file."""
     points: dict[str, array[float]] = {}
     lines = broken = 0
     for line in read_lines(path):
@@ -131,7 +122,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line, where NaN and infinity are text. Raises an error if step or values are missing."""
+    """The numbers of a line, where NaN and infinity are text. Raises an error if step or values are missing."""
     try:
         values = dict(zip(record, map(float, record.values()), strict=True))
     except (TypeError, ValueError):
@@ -142,10 +133,8 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _curve_of(pairs: np.ndarray) -> Curve:
-    """Alternating steps and values, in the order of the file -> a curve; of equal steps the last one counts.
-
-    Values beyond 1e100, which no run has, become infinite, and those below 1e-100 zero, so that arithmetic is safe.
-    """
+    """Alternating steps and values, in the order of the file -> a curve; values beyond 1e100, which no run has, become
+    infinite, and those below 1e-100 zero, so that arithmetic is safe."""
     steps, values = pairs[0::2], pairs[1::2]
     size = np.abs(values)
     sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
@@ -188,19 +177,13 @@ class Series:
     zero: bool = False
     factor: float = 1.0
 
-    def curve(self, metrics: Metrics) -> Curve:
-        curve = metrics[self.key]
-        return Curve(curve.x, curve.y * self.factor)
-
     def chart(self, metrics: Metrics, small: bool = True) -> Chart:
         color, kind = (3, "dots") if self.key.startswith(EVALUATED) else (1, "line")
-        line = Line(self.title, self.curve(metrics), color, kind)
-        return Chart(self.title, self.unit, [line], {}, zero=self.zero, small=small)
+        curve = Curve(metrics[self.key].x, metrics[self.key].y * self.factor)
+        return Chart(self.title, self.unit, [Line(self.title, curve, color, kind)], {}, zero=self.zero, small=small)
 
 
-LARGE = (
-    Series("loss", "Loss"),
-    Series(KNN, "k-NN top-1 of the teacher", "%"),
+SPEED = (
     Series("images_per_second", "Images per second", "images/s", zero=True),
     Series("data_wait_fraction", "Waiting for data", "% of the time", zero=True, factor=100),
 )
@@ -224,21 +207,20 @@ SMALL = (
 
 def find_series(metrics: Metrics) -> list[Series]:
     """List the small charts: scalars of loss terms and unknown keys, SMALL, shares of a mixture, evaluations."""
-    keys, titles = find_others(metrics), metrics.titles
-    names = [key.removeprefix(EVALUATED) for key in keys if key.startswith(EVALUATED)]
-    evaluated = [Series(f"{EVALUATED}{name}", *_OF_EVALUATIONS.get(name, (name, ""))) for name in names]
-    shares = [Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100) for key in find_shares(keys)]
-    scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith((EVALUATED, SHARE))]
+    scalars, shares, evaluated = list[Series](), list[Series](), list[Series]()
+    for key in find_others(metrics):
+        if key.startswith(EVALUATED):
+            name = key.removeprefix(EVALUATED)
+            evaluated.append(Series(key, *_OF_EVALUATIONS.get(name, (name, ""))))
+        elif key.startswith(SHARE):
+            shares.append(Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100))
+        else:
+            scalars.append(Series(key, *_title_of(key, metrics.titles)))
     return [*scalars[:_MOST_OTHERS], *SMALL, *shares[:_MOST_OTHERS], *evaluated[:_MOST_OTHERS]]
 
 
-def find_shares(keys: Iterable[str]) -> list[str]:
-    """Return the keys with the share of images from each source of a mixture."""
-    return [key for key in keys if key.startswith(SHARE)]
-
-
 def find_others(metrics: Metrics) -> list[str]:
-    """Return the keys that only some runs have: those of loss terms, evaluations and mixtures."""
+    """The keys that only some runs have: those of loss terms, evaluations and mixtures."""
     known = {*OF_EVERY_RUN, KNN, RAW_PIXELS, CHANCE, "measured_anew"} - {"kl"}
     return [key for key in metrics.curves if key not in known]
 
@@ -269,7 +251,7 @@ def curves_before(origin: Origin | None) -> dict[str, Curve]:
     """The curves of loss and k-NN of the runs that a stage began with, each up to its checkpoint, in the stage's steps;
     without runs that are gone or can't be read."""
     curves, later = dict[str, Curve](), 0
-    for _ in range(_MOST_STAGES):
+    for _ in range(20):
         if origin is None or read_run_id(Path(origin.run)) != origin.run_id:
             break
         try:
@@ -280,21 +262,19 @@ def curves_before(origin: Origin | None) -> dict[str, Curve]:
         for key in {KNN, "loss"} & metrics.curves.keys():
             curve, after = metrics[key], curves.get(key, EMPTY)
             kept = curve.x <= origin.step
-            both = np.concatenate([curve.x[kept] + later, after.x]), np.concatenate([curve.y[kept], after.y])
-            curves[key] = Curve(*both)
+            x = np.concatenate([curve.x[kept] + later, after.x])
+            curves[key] = Curve(x, np.concatenate([curve.y[kept], after.y]))
         origin = Origin.read(Path(origin.run))
     return {key: curve for key, curve in curves.items() if len(curve.finite)}
 
 
 def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
-    """Return the newest and the best accuracy of the teacher, each with its step, and baselines, in percent; None
-    without evaluations.
+    """The newest and the best accuracy of the teacher, each with its step, and baselines, in percent; None without any.
 
     The first value is the baseline "untrained", or "start" if the run began with weights. Values before a resume with
     other test images or settings do not count.
     """
-    curve = metrics[KNN]
-    anew = metrics["measured_anew"]
+    curve, anew = metrics[KNN], metrics["measured_anew"]
     if len(anew):
         since = curve.x >= anew.x[-1]
         curve = Curve(curve.x[since], curve.y[since])
@@ -302,43 +282,35 @@ def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
         return None
     best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
     newest = int(curve.x[np.isfinite(curve.y)][-1])
-    knn = {"teacher": float(curve.finite[-1]), "step": newest, "best": float(curve.y[best])}
-    knn["best_step"] = int(curve.x[best])
+    knn = {"teacher": float(curve.finite[-1]), "step": newest}
+    knn |= {"best": float(curve.y[best]), "best_step": int(curve.x[best])}
     if not len(anew) and curve.x[0] == metrics.first_step:
         knn["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
     knn |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
     return {key: value for key, value in knn.items() if math.isfinite(value)}
 
 
-def title_of_term(name: str, titles: Mapping[str, str]) -> str:
-    """Return the title of a term's loss: the one in `titles`, if the run's recipe is known."""
-    return titles.get(name, f"Loss of {name}") if name else "Loss"
-
-
-def title_of_scalar(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
-    """Return title and unit of a curve of a loss term, in training or of held-out images."""
+def _title_of(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
+    """Title and unit of a curve of a loss term, in training or of held-out images; `titles` of the terms by name."""
     if key.startswith(_HELD_OUT):
-        title, unit = title_of_scalar(key.removeprefix(_HELD_OUT), titles)
+        title, unit = _title_of(key.removeprefix(_HELD_OUT), titles)
         return f"{title}, held-out images", unit
     for end, words in _SCALARS.items():
         if key == end or key.endswith(f"_{end}"):
             name = key.removesuffix(end).rstrip("_")
-            return f"{title_of_term(name, titles)}: {words}" if name else words[0].upper() + words[1:], "nats"
-    words = key.replace("_", " ")
-    return title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else words[0].upper() + words[1:], ""
+            title = titles.get(name, f"Loss of {name}")
+            return f"{title}: {words}" if name else words[0].upper() + words[1:], "nats"
+    name, words = key.removesuffix(_LOSS), key.replace("_", " ")
+    if key.endswith(_LOSS):
+        return titles.get(name, f"Loss of {name}") if name else "Loss", ""
+    return words[0].upper() + words[1:], ""
 
 
 COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
 """The colors --c1 to --c8 of templates/page.css, which inverts a chart on a dark page."""
 _INK = "#5c6776"
-_MOST_DOTS = 80
 _ROUND = [1, 2, 2.5, 5, 10]
-_LABEL, _LEVELS = 13, 118
-"""Height of a level's name and room for the longest, right of the chart, in points."""
 _TEMPLATES = Path(__file__).parent / "templates"
-_MAX_PIXELS = 100_000_000
-_LONG_WORD = 28
-"""Letters beyond which a word in a table, such as a path, may be broken."""
 
 
 def chart_svg(chart: Chart) -> str:
@@ -352,7 +324,7 @@ def chart_svg(chart: Chart) -> str:
     width, height = (340, 190) if chart.small else (520, 270)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "path.simplify": True}):
         figure = Figure(figsize=(width / 72, height / 72), frameon=False)
-        wide = width - 52 - (_LEVELS if chart.levels else 18)
+        wide = width - 52 - (118 if chart.levels else 18)  # room for the longest name of a level
         axes = figure.add_axes((52 / width, 22 / height, wide / width, (height - 42) / height))
         axes.patch.set_visible(False)
         axes.set_title("", y=1.0)  # else each drawing computes the title's position four times
@@ -386,21 +358,17 @@ def _plot(axes: Any, chart: Chart) -> None:
     ends = [end for line in lines for end in line.curve.x[[0, -1]]] or [0.0]
     axes.set_xlim(*((min(ends), max(ends)) if min(ends) < max(ends) else (ends[0] - 1, ends[0] + 1)))
     for line in chart.lines:
-        _draw_line(axes, line)
-    for x in {x for steps in chart.marks.values() for x in steps}:
-        axes.axvline(x, linestyle=(0, (1, 2)), color=COLORS[-1], linewidth=1.2)
+        curve, color = line.curve, COLORS[line.color - 1]
+        x, y = curve.x, curve.y
+        if len(curve) > 4 * _PARTS and line.kind != "dots" and len(curve.finite):  # points that can't be told apart
+            x, lowest, y, highest = curve.outline()
+            axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)
+        dotted = (line.kind == "dots" and len(x) <= 80) or len(curve.finite) == 1
+        axes.plot(x, y, "o-" if dotted else "-", color=color, markersize=4, linewidth=1.6, clip_on=False)
+    for mark in {mark for steps in chart.marks.values() for mark in steps}:
+        axes.axvline(mark, linestyle=(0, (1, 2)), color=COLORS[-1], linewidth=1.2)
     _draw_levels(axes, chart)
     _style(axes, chart.small, is_log)
-
-
-def _draw_line(axes: Any, line: Line) -> None:
-    curve, color, long = line.curve, COLORS[line.color - 1], line.curve.is_long and line.kind != "dots"
-    x, y = curve.x, curve.y
-    if long and len(curve.finite):
-        x, lowest, y, highest = curve.outline()
-        axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)
-    dotted = (line.kind == "dots" and len(x) <= _MOST_DOTS) or len(curve.finite) == 1
-    axes.plot(x, y, "o-" if dotted else "-", color=color, markersize=4, linewidth=1.6, clip_on=False)
 
 
 def _draw_levels(axes: Any, chart: Chart) -> None:
@@ -409,11 +377,10 @@ def _draw_levels(axes: Any, chart: Chart) -> None:
     room = 0.0
     for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
         axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
-        height_of_level = float(axes.transLimits.transform((0, value))[1])
-        room = max(room, height_of_level)
+        room = max(room, float(axes.transLimits.transform((0, value))[1]))
         shown = f"{name} {number(value, 3)}"
         axes.text(1.015, room, shown, transform=axes.transAxes, fontsize=7, va="center_baseline", color=_INK)
-        room += _LABEL / height
+        room += 13 / height  # points of a name's height
 
 
 def _style(axes: Any, small: bool, is_log: bool) -> None:
@@ -440,29 +407,26 @@ class Tag(NamedTuple):
     tag: str = "span"
 
 
-def is_long(cell: str | Tag) -> bool:
-    """Whether a cell has a word so long that a line may break inside it."""
+def _has_long_word(cell: str | Tag) -> bool:
+    """Whether a cell has a word, such as a path, inside which a line may break."""
     words = (cell.text if isinstance(cell, Tag) else cell).split()
-    return max(map(len, words), default=0) > _LONG_WORD
+    return max(map(len, words), default=0) > 28
+
+
+_environment = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+)
+_environment.filters |= {"number": number}
+_environment.tests["long"] = _has_long_word
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the HTML of a template filled with values, which are all escaped."""
-    return _environment().get_template(template).render(values)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    made.filters |= {name: getattr(formatting, name) for name in ("number", "percent", "duration", "gib", "nats")}
-    made.tests["long"] = is_long
-    return made
+    """The HTML of a template filled with values, which are all escaped."""
+    return _environment.get_template(template).render(values)
 
 
 def draw_chart(chart: Chart) -> str:
-    """Return the HTML of a chart with title and newest values, or "" if no line has two finite values."""
+    """The HTML of a chart with title and newest values, or "" if no line has two finite values."""
     svg = chart_svg(chart)
     lines = [line for line in chart.lines if len(line.curve.finite)]
     lost = sum(len(line.curve) - len(line.curve.finite) for line in lines)
@@ -476,13 +440,11 @@ def build_document(title: str, body: str) -> str:
 
 
 def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
-    """Return a data: URL of a PNG file, as WebP and at most `width` pixels wide, and the size in pixels.
-
-    Raises OSError or ValueError for what is not a picture.
-    """
+    """A data: URL of a PNG file, as WebP and at most `width` pixels wide, and the size in pixels. Raises OSError or
+    ValueError for what is not a picture."""
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            if image.width * image.height > _MAX_PIXELS:
+            if image.width * image.height > 100_000_000:
                 raise ValueError(f"{image.width} x {image.height} pixels")
             small = image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
     except (SyntaxError, Image.DecompressionBombError) as error:

@@ -23,9 +23,9 @@ from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.classifiers import nearest
 from dino_ds.evals.context import live_teacher
 from dino_ds.evals.features import find_images, keep_generators
-from dino_ds.evals.knn import nearest
 from dino_ds.options.definition import PictureKind, PicturesOptions, Result
 from dino_ds.report import draw
 from dino_ds.run.run import PeriodicTask, StepContext
@@ -40,32 +40,42 @@ _HEADINGS = {
     "attention": "the CLS token attends most to the lightest patches",
 }
 _OF_PATCHES, _OF_FEATURES = tuple(_HEADINGS), ("map", "neighbors")
-_SHOWN, _BANK, _QUERIES, _NEIGHBORS = 4, 300, 6, 6
-_THUMBNAIL = 128
-_AT_ONCE = 32
-_FEW_PATCHES, _MANY_PATCHES = 16, 30
-_LEAST_PATCHES, _LARGEST_PATCH = 100, 16
-"""Fewest patches of an image, and largest side of a patch, with which attention shows more than a few blocks."""
-_TIMES = 6
-"""How many times a run draws pictures, start and end included, if its recipe does not say how often."""
+_SHOWN, _BANK, _QUERIES, _NEIGHBORS, _THUMBNAIL = 4, 300, 6, 6, 128
 
 
 def run(options: PicturesOptions) -> Result:
-    """Write a PNG file of each kind in `only`. Raises ConfigError, DataError, CheckpointError."""
-    files = PictureFiles(options.model, options.out, options.only or KINDS)
+    """Write a PNG file of each kind in `only` into `out`; by default into RUN/pictures if `model` is a run, a folder in
+    it if `model` is a checkpoint, else ./pictures. Raises ConfigError, DataError, CheckpointError."""
+    home = find_model_folder(options.model)
+    default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
+    folder, written = Path(os.path.expanduser(options.out)) if options.out else default, list[str]()
+
+    def not_written(path: Path, reason: object) -> ConfigError:
+        return ConfigError(f"{path} can't be written: {reason}; name another folder with --out")
+
+    for kind in (options.only or KINDS) if options.out or not home.is_run else ():  # pictures may take minutes
+        check_absent(folder / f"{kind}.png")
+    if why := why_not_writable(folder / "a.png"):
+        raise not_written(folder, why)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(options.model, device)
-    kinds = options.only or shown_kinds(model)
+    kinds = options.only or _shown_kinds(model)
     source = find_images(options.model, options.source, options.root)
     for name, figure in draw_pictures(model, source, model.value_range, kinds, device):
-        files.add(name, draw.figure_pixels(figure))
-    return Result({"pictures": files.written}, "\n".join(files.written))
+        path = folder / f"{name}.png"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, draw.png_of(draw.figure_pixels(figure)))
+        except OSError as error:
+            raise not_written(path, error.strerror or error) from None
+        written.append(str(path))
+    return Result({"pictures": written}, "\n".join(written))
 
 
-def shown_kinds(model: Backbone) -> list[str]:
-    """List the kinds of pictures that say something about a network."""
+def _shown_kinds(model: Backbone) -> list[str]:
+    """The kinds of pictures that say something about a network: attention to few patches shows but a few blocks."""
     patches = (model.image_size // model.stride) ** 2
-    has_attention = model.is_vit and model.stride <= _LARGEST_PATCH and patches >= _LEAST_PATCHES
+    has_attention = model.is_vit and model.stride <= 16 and patches >= 100
     none = {"pca": not model.has_patches, "attention": not has_attention}
     return [kind for kind in KINDS if not none.get(kind)]
 
@@ -83,7 +93,7 @@ def draw_pictures(
     Raises ConfigError for a kind that the network does not support, DataError if the images can't be read.
     """
     if chosen := [kind for kind in _OF_PATCHES if kind in kinds]:
-        crop = EvalCrop(side_of(model), model.normalization)
+        crop = EvalCrop(_side_of(model), model.normalization)
         pixels = torch.stack([image for _, image in _read(source, _SHOWN, crop, value_range)]).to(device)
         pictures = draw.picture_of(pixels.cpu(), model.normalization.mean, model.normalization.std)
         for kind in chosen:
@@ -99,11 +109,11 @@ def draw_pictures(
             at_batch()
 
 
-def side_of(model: Backbone) -> int:
-    """Return the side in pixels of images whose patches are shown: twice the native side, but 16 to 30 patches and at
-    least the native side; the native side if the network takes no other."""
+def _side_of(model: Backbone) -> int:
+    """Pixels of the side of images whose patches are shown: twice the native side, but 16 to 30 patches and at least
+    the native side; the native side if the network takes no other."""
     native = model.image_size // model.stride
-    side = model.stride * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
+    side = model.stride * max(native, min(max(2 * native, 16), 30))
     try:
         model.network.check_image(side, side)
     except ConfigError:
@@ -114,17 +124,16 @@ def side_of(model: Backbone) -> int:
 def _read(source: Source, count: int, crop: EvalCrop, value_range: ValueRange | None) -> Iterator[tuple[int, Tensor]]:
     """Yield index and normalized pixels (c, side, side) of at most `count` images spread evenly over `source`, without
     unreadable ones. Raises DataError if none can be read."""
-    chosen, readable, first = evenly_spaced_indices(len(source), count), 0, ""
+    chosen, unreadable = evenly_spaced_indices(len(source), count), list[str]()
     for index in chosen:
         try:
             pixels = crop(load_image(source, index, value_range, crop.channels))
         except UnreadableImage as error:
-            first = first or str(error)
+            unreadable.append(str(error))
             continue
-        readable += 1
         yield index, pixels
-    if not readable:
-        raise DataError(f"none of {len(chosen)} images can be read; the first is {first}")
+    if len(unreadable) == len(chosen):
+        raise DataError(f"none of {len(chosen)} images can be read; the first is {unreadable[0]}")
 
 
 class _Bank:
@@ -142,11 +151,14 @@ class _Bank:
         images = _read(source, _BANK, crop, value_range)
         features, indices = list[Tensor](), list[int]()
         self._thumbnails: list[np.ndarray] = []
-        while batch := list(itertools.islice(images, _AT_ONCE)):
+        while batch := list(itertools.islice(images, 32)):
             pixels = torch.stack([image for _, image in batch])
             indices += [index for index, _ in batch]
             features.append(model.features(pixels.to(device)).float().cpu())
-            self._thumbnails += _thumbnails(pixels, model.normalization)
+            if pixels.shape[-1] > _THUMBNAIL:
+                pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
+            shown = draw.picture_of(pixels, model.normalization.mean, model.normalization.std)
+            self._thumbnails += list((255 * shown).round().byte().numpy())
             at_batch()
         if len(indices) < 2:
             raise DataError("one image alone has no neighbors and no map: name two or more (--root DIR)")
@@ -178,18 +190,9 @@ class _Bank:
         return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions, same_class, heading)
 
 
-def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray]:
-    """Normalized images (b, c, h, w) -> uint8 (h, w, 3) each."""
-    if pixels.shape[-1] > _THUMBNAIL:
-        pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
-    return list((255 * draw.picture_of(pixels, normalization.mean, normalization.std)).round().byte().numpy())
-
-
 class PeriodicPictures(PeriodicTask):
-    """Draws the teacher's pictures, of the same training images each time, into RUN/pictures/STEP/ and TensorBoard.
-
-    This happens every `every` steps, at the start and at the end of the run.
-    """
+    """Draws the teacher's pictures, of the same training images each time, into RUN/pictures/STEP/ and TensorBoard:
+    every `every` steps, at the start and at the end of the run."""
 
     def __init__(
         self,
@@ -200,14 +203,14 @@ class PeriodicPictures(PeriodicTask):
         value_range: ValueRange | None = None,
     ) -> None:
         self._source, self._every, self._image_size = source, every, image_size
-        self._normalization = normalization
-        self._range = value_range
+        self._normalization, self._range = normalization, value_range
 
     @classmethod
     def build(cls, recipe: Recipe, source: Source, epoch_steps: int) -> PeriodicPictures:
         batch, asked = recipe.data.global_batch, recipe.eval.pictures_every
         length = recipe.length.in_steps(batch, epoch_steps) - recipe.length.begin
-        every = -(-length // (_TIMES - 1)) if isinstance(asked, str) else asked.in_steps(batch, epoch_steps)
+        # Six times, start and end included, if the recipe does not say how often.
+        every = -(-length // 5) if isinstance(asked, str) else asked.in_steps(batch, epoch_steps)
         return cls(source, every, recipe.crops.global_size, Normalization.of(recipe), recipe.data.known_range)
 
     def due(self, step: int, last: bool) -> bool:
@@ -226,49 +229,13 @@ class PeriodicPictures(PeriodicTask):
 
     def _draw(self, moment: StepContext) -> None:
         """Write PNG files, and the same pictures to TensorBoard."""
-        pictures = moment.run_dir / "pictures"
-        folder = pictures / step_name(moment.step)
+        folder = moment.run_dir / "pictures" / step_name(moment.step)
         teacher = live_teacher(moment.teacher, self._image_size, self._normalization)
         with keep_generators(moment.device), teacher as model:
-            drawn = draw_pictures(
-                model, self._source, self._range, shown_kinds(model), moment.device, moment.stop_requested
-            )
-            for name, figure in drawn:
+            kinds, at_batch = _shown_kinds(model), moment.stop_requested
+            for name, figure in draw_pictures(model, self._source, self._range, kinds, moment.device, at_batch):
                 pixels = draw.figure_pixels(figure)
                 moment.log.picture(name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), moment.step)
-                pictures.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
+                folder.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", draw.png_of(pixels))
-
-
-class PictureFiles:
-    """Writes PNG files into `out`; by default into RUN/pictures if `model` is a run, a folder in it if `model` is a
-    checkpoint, else ./pictures. written: the paths of the files so far.
-
-    Raises ConfigError early if the folder can't be written to, or if a file for one of `kinds` exists outside of a run:
-    pictures may take minutes.
-    """
-
-    def __init__(self, model: str, out: str | None, kinds: Sequence[str]) -> None:
-        source = find_model_folder(model)
-        default = source.folder / "pictures" / source.name if source.folder.is_dir() else Path("pictures")
-        self._folder = Path(os.path.expanduser(out)) if out else default
-        self.written: list[str] = []
-        for kind in kinds if out or not source.is_run else ():
-            check_absent(self._folder / f"{kind}.png")
-        if reason := why_not_writable(self._folder / "a.png"):
-            raise _not_written(self._folder, reason)
-
-    def add(self, name: str, pixels: np.ndarray) -> None:
-        """Write a picture (h, w, 4). Raises ConfigError where it can't be written."""
-        path = self._folder / f"{name}.png"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, draw.png_of(pixels))
-        except OSError as error:
-            raise _not_written(path, error.strerror or error) from None
-        self.written.append(str(path))
-
-
-def _not_written(path: Path, reason: object) -> ConfigError:
-    return ConfigError(f"{path} can't be written: {reason}; name another folder with --out")

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dino_ds.models.specs.backbones import ALL
 from dino_ds.options.commands import ReportOptions
 from dino_ds.options.definition import Result
 from dino_ds.report import html
-from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles, read_run
+from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, RunFiles, read_run
 
 _NOISE, _FALL = 1.0, 0.2
 """_NOISE: difference in accuracy that may be noise, in points. _FALL: share of the gain whose loss is reported."""
@@ -42,20 +42,14 @@ _STATES = {
     "running": "still running",
     "unfinished": "not finished",
 }
-_OPEN_LINES = 12
-_WIDTH = 1000
-"""Largest width of embedded pictures, in pixels."""
 _MOST = 12
-_WIDE_FROM = 2.2
-"""Pictures that are wider than their height times this span both columns."""
 _PICTURES = {
     "map": "Map of images: those whose features are alike lie together",
     "neighbors": "Nearest neighbors of six images, with the cosines of their features",
     "pca": "Patches, colored by the first three principal components of their features",
     "attention": "Attention of the CLS token, head by head",
 }
-"""Titles of the kinds of pictures, in the order of the page; the first two kinds are not folded."""
-_OPEN = ("map", "neighbors")
+"""Titles of the kinds of pictures, in the order of the page."""
 
 
 def run(options: ReportOptions) -> Result:
@@ -64,7 +58,11 @@ def run(options: ReportOptions) -> Result:
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
     if page != folder / "report.html":
         check_absent(page)
-    _check_out(page, folder)
+    if page.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {page} must end in .html")
+    is_missing = not page.parent.is_dir()
+    if (is_missing or page.is_dir() or why_not_writable(page)) and not (is_missing and page.parent == folder):
+        raise ConfigError(f"{page} can't be written: {page.parent} is not a writable folder; name another with --out")
     files = read_run(folder)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     foot = html.render("foot.html", version=__version__, today=today, folders=[str(folder.resolve())])
@@ -75,16 +73,6 @@ def run(options: ReportOptions) -> Result:
     facts = summarize(files)
     text = f"{_line(facts)}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
     return Result({"report": str(page), **facts}, text, value=page)
-
-
-def _check_out(page: Path, folder: Path) -> None:
-    if page.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--out {page} must end in .html")
-    is_missing = not page.parent.is_dir()
-    if is_missing and page.parent == folder:
-        return  # read_run reports it
-    if is_missing or page.is_dir() or why_not_writable(page):
-        raise ConfigError(f"{page} can't be written: {page.parent} is not a writable folder; name another with --out")
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -99,9 +87,10 @@ def _line(facts: dict[str, Any]) -> str:
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
-    """Return plain values for JSON; None for what is unknown. Losses are in nats, accuracies in percent."""
+    """Plain values for JSON; None for what is unknown. Losses are in nats, accuracies in percent."""
     metrics = run.metrics
     waits, memory = metrics["data_wait_fraction"].finite, metrics["memory_gib"].finite
+    images, seconds = _last(metrics.images), training_seconds(metrics)
     return {
         "run": str(run.path),
         "state": run.state,
@@ -111,25 +100,25 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "first_step": metrics.first_step,
         "images": _count(metrics.images),
         "epoch": _count(metrics["epoch"]),
-        "training_seconds": training_seconds(metrics),
+        "training_seconds": seconds,
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
         **{key: _last(metrics[key]) for key in html.find_others(metrics) if not key.startswith(html.EVALUATED)},
         "knn": html.summarize_knn(metrics),
         "best": run.best or None,
-        "images_per_second": mean_rate(metrics),
+        "images_per_second": images / seconds if seconds and images else None,
         "data_wait_fraction": float(waits.mean()) if len(waits) else None,
         "memory_gib": float(memory.max()) if len(memory) else None,
         "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
         "skipped_steps": _count(metrics["skipped_steps"]),
         "bad_images": _count(metrics["bad_images"]),
-        "evaluations": {e.name: {**e.about, "results": e.results} for e in run.evaluations},
+        "evaluations": run.evaluations,
         "incidents": run.events.counts,
         "notes": run.notes,
     }
 
 
 def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
-    """Judge whether the run has learned something: return good, odd or bad, and a sentence that says what to do."""
+    """Whether the run has learned something: good, odd or bad, and a sentence that says what to do."""
     path = shlex.quote(str(run.path))
     if run.metrics["collapsed"].last == 1:
         return "bad", (
@@ -141,8 +130,8 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
             "Whether it has learned is not known: no labeled images were held out (--eval.val_share 0.1, of class "
             f"folders). For this run: dino-ds eval {path} --root TRAIN --test_root TEST."
         )
-    shared = next((e.about.get(SHARED, 0) for e in run.evaluations if e.name == "knn"), 0)
-    if shared >= MOST_SHARED:
+    about = run.evaluations.get("knn", {})
+    if (shared := about.get(SHARED, 0)) >= MOST_SHARED:
         return "odd", (
             f"Whether it has learned is not known: {shared:.0%} of the test images looked at are training images too "
             f"(--eval.root). For this run: dino-ds eval {path} --root TRAIN --test_root TEST, with other images."
@@ -151,7 +140,7 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
     start = knn.get("untrained", knn.get("start"))
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
-    tests = next((e.about.get("test_images", 0) for e in run.evaluations if e.name == "knn"), 0)
+    tests = about.get("test_images", 0)
     noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
     if bar > 100 - noise:
         return "odd", (
@@ -188,8 +177,7 @@ def describe_network(run: RunFiles) -> str:
 
 
 def training_seconds(metrics: html.Metrics) -> float | None:
-    """Return the seconds in the run's own steps, without evaluations and pauses: images / (images per second), summed
-    over lines."""
+    """Seconds in the run's own steps, without evaluations and pauses: the sum over lines of images by rate."""
     images, rate = metrics.images, metrics["images_per_second"]
     if not len(images) or len(images) != len(rate):
         return None
@@ -198,14 +186,8 @@ def training_seconds(metrics: html.Metrics) -> float | None:
     return float(seconds[np.isfinite(seconds)].sum())
 
 
-def mean_rate(metrics: html.Metrics) -> float | None:
-    """Return the images per second of all training steps, without evaluations and pauses."""
-    seconds, images = training_seconds(metrics), _last(metrics.images)
-    return images / seconds if seconds and images else None
-
-
 def _last(curve: html.Curve) -> float | None:
-    """Return the last value, or None if there is none or it is not finite."""
+    """The last value, or None if there is none or it is not finite."""
     return curve.last if math.isfinite(curve.last) else None
 
 
@@ -219,6 +201,9 @@ def draw_run(run: RunFiles) -> str:
     level, verdict = judge_run(run, facts["knn"])
     step, planned = facts["step"], facts["planned_steps"]
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
+    events = run.events
+    newest = {kind: (line, time) for kind, time, line in events.incidents if LEVELS[kind] == "bad"}
+    times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in events.counts.items()}
     return html.render(
         "run.html",
         run=run,
@@ -228,15 +213,19 @@ def draw_run(run: RunFiles) -> str:
         level=level,
         verdict=verdict,
         bars_of_knn=_knn_bars(facts["knn"] or {}),
-        alarms=_alarms(run),
+        alarms=[f"{line} ({time}{times[kind]})" for kind, (line, time) in newest.items()],
         cards=_cards(facts, run.environment.get("devices") == "cpu"),
         **_charts(run.metrics),
         pictures=_load_pictures(run),
         evaluations=_evaluations(run.evaluations),
         settings=changed_settings(run),
-        incidents=_incidents(run),
+        incidents=[
+            (time, html.Tag(kind, f"incident {LEVELS[kind]}"), line.removeprefix(kind).lstrip())
+            for kind, time, line in events.incidents
+        ],
+        counts="; ".join(f"{name} {number(count)}" for name, count in events.counts.items()),
+        is_shortened=max(events.counts.values(), default=0) > MOST_OF_A_KIND,
         most_of_a_kind=MOST_OF_A_KIND,
-        open_lines=_OPEN_LINES,
         environment=environment_rows(run),
         ds=json.dumps(run.ds, indent=2) if run.ds else "",
         again=reproduction(run),
@@ -249,13 +238,13 @@ def _images(run: RunFiles) -> str:
     if count is None or root is None:
         return "images whose number is not known"
     words = f"{count:,} images {'of' if run.recipe and root == run.recipe.data.source else 'in'} {root}"
-    shares = {key.removeprefix(html.SHARE): run.metrics[key].y for key in html.find_shares(run.metrics.curves)}
-    achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
-    return words + (f" (drawn: {achieved})" if achieved else "")
+    shares = {key: curve.y for key, curve in run.metrics.curves.items() if key.startswith(html.SHARE)}
+    parts = [f"{key.removeprefix(html.SHARE)} {percent(100 * float(np.nanmean(y)))}" for key, y in shares.items()]
+    return words + (f" (drawn: {', '.join(parts)})" if parts else "")
 
 
 def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Return the bars of k-NN: start, best and newest teacher, raw pixels and chance."""
+    """Bars of k-NN: start, best and newest teacher, raw pixels and chance."""
     names = {"start": "start", "untrained": "start: untrained"}
     if knn.get("best") != knn.get("teacher"):
         names["best"] = f"best, step {knn['best_step']:,}"
@@ -266,15 +255,8 @@ def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, flo
     return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items() if key in knn]
 
 
-def _alarms(run: RunFiles) -> list[str]:
-    """Return the newest line of each kind of incident that is bad, with its time and number."""
-    newest = {incident.kind: incident for incident in run.events.incidents if LEVELS[incident.kind] == "bad"}
-    times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in run.events.counts.items()}
-    return [f"{incident.line} ({incident.time}{times[kind]})" for kind, incident in newest.items()]
-
-
 def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
-    """Return title, value and explanation of six figures: six fill rows of six, three and two."""
+    """Title, value and explanation of six figures: six fill rows of six, three and two."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     since = f" since step {number(facts['first_step'])}" if facts["first_step"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
@@ -293,47 +275,35 @@ def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
 
 
 def _charts(metrics: html.Metrics) -> dict[str, Any]:
-    """Draw the charts in the order of the page; small ones of curves that change."""
-    drawn = [one for one in html.find_series(metrics) if not one.curve(metrics).constant]
-    large = {
+    """The charts in the order of the page; small ones of curves that change."""
+    charts = {
         "learning": [html.knn_chart(metrics), html.loss_chart(metrics)],
-        "speed": [series.chart(metrics, small=False) for series in html.LARGE[2:]],
+        "speed": [series.chart(metrics, small=False) for series in html.SPEED],
+        "others": [each.chart(metrics) for each in html.find_series(metrics) if not metrics[each.key].constant],
     }
-    return {
-        **{name: [svg for chart in charts if (svg := html.draw_chart(chart))] for name, charts in large.items()},
-        "others": [svg for series in drawn if (svg := html.draw_chart(series.chart(metrics)))],
-    }
+    return {name: [svg for chart in drawn if (svg := html.draw_chart(chart))] for name, drawn in charts.items()}
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
-    """Load the first and newest pictures of each kind, to be shown side by side; then those of no training step."""
+    """The first and newest pictures of each kind, to be shown side by side; then those of no training step."""
     folder, order = run.path / "pictures", list(_PICTURES)
-    steps, others = dict[str, list[Path]](), list[Path]()
+    steps, others = dict[str, list[Path]](), [path for path in run.pictures if path.parent == folder]
     for path in run.pictures:
-        if path.parent == folder:
-            others.append(path)
-        else:
+        if path.parent != folder:
             steps.setdefault(path.stem, []).append(path)
-    kinds = sorted(steps, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
-    groups = [
-        {
-            "title": _PICTURES.get(kind, kind),
-            "open": kind in _OPEN,
-            "shown": [
-                _picture(path, _step_of(path, folder)) for path in dict.fromkeys((steps[kind][0], steps[kind][-1]))
-            ],
-        }
-        for kind in kinds[:_MOST]
-    ]
-    title = "Pictures of dino-ds pictures"
-    named = [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in others[:_MOST]]
-    groups += [{"title": title, "open": not groups, "shown": named}] if named else []
+    groups = list[dict[str, Any]]()
+    for kind in sorted(steps, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))[:_MOST]:
+        ends = dict.fromkeys((steps[kind][0], steps[kind][-1]))
+        shown = [_picture(path, _step_of(path, folder)) for path in ends]
+        groups.append({"title": _PICTURES.get(kind, kind), "open": kind in ("map", "neighbors"), "shown": shown})
+    if shown := [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in others[:_MOST]]:
+        groups.append({"title": "Pictures of dino-ds pictures", "open": not groups, "shown": shown})
     more = len(others) > _MOST or any(len(paths) > 2 for paths in steps.values())
     return {"folder": folder, "groups": groups, "more": more}
 
 
 def _step_of(path: Path, folder: Path) -> str:
-    """Describe a picture's step by the name of its folder: "step_00000500" -> "step 500"."""
+    """A picture's step by the name of its folder: "step_00000500" -> "step 500"."""
     name = str(path.parent.relative_to(folder))
     word, _, digits = name.rpartition("_")
     if not (word and digits.isascii() and digits.isdigit()):
@@ -344,82 +314,64 @@ def _step_of(path: Path, folder: Path) -> str:
 def _picture(path: Path, caption: str) -> dict[str, Any]:
     """Embed one picture; return an `error` instead for a file that can't be read."""
     try:
-        address, (wide, high) = html.embedded_file(path, _WIDTH)
+        address, (wide, high) = html.embedded_file(path, 1000)
     except (OSError, ValueError) as error:
         return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}"}
-    is_wide = wide > _WIDE_FROM * high
-    return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": is_wide}
+    spans = wide > 2.2 * high  # both columns
+    return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": spans}
 
 
-def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
-    """Return the rows of the table; facts about an evaluation are in its first row."""
+def _evaluations(evaluations: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows of the table; facts about an evaluation are in its first row."""
     rows = list[tuple[str, ...]]()
-    for evaluation in evaluations:
-        about = evaluation.about
+    for name, about in evaluations.items():
         images = [about["data"]] if isinstance(about.get("data"), str) else []
         counts = {"training": about.get("train_images"), "test": about.get("test_images")}
-        images += [f"{number(count)} {name}" for name, count in counts.items() if isinstance(count, float)]
+        images += [f"{number(count)} {which}" for which, count in counts.items() if isinstance(count, float)]
         step = number(about["step"]) if isinstance(about.get("step"), float) else ""
-        for i, (metric, value) in enumerate(evaluation.results.items()):
-            first = (evaluation.name, step, ", ".join(images)) if i == 0 else ("",) * 3
-            rows.append((first[0], metric, number(value), *first[1:]))
+        facts = name, step, ", ".join(images)
+        for metric, value in about["results"].items():
+            rows.append((facts[0], metric, number(value), *facts[1:]))
+            facts = "", "", ""
     return rows
 
 
-def _incidents(run: RunFiles) -> dict[str, Any]:
-    events = run.events
-    return {
-        "header": ("UTC", "", ""),
-        "rows": [
-            (
-                each.time,
-                html.Tag(each.kind, f"incident {LEVELS[each.kind]}"),
-                each.line.removeprefix(each.kind).lstrip(),
-            )
-            for each in events.incidents
-        ],
-        "counts": "; ".join(f"{name} {number(count)}" for name, count in events.counts.items()),
-        "most": max(events.counts.values(), default=0),
-    }
-
-
 def changed_settings(run: RunFiles) -> list[tuple[html.Tag, str, str, str]]:
-    """Return key, value, default and description of every setting that differs from the default."""
+    """Key, value, default and description of every setting that differs from the default."""
     if run.recipe is None:
         return []
     values, defaults = flat_values(run.recipe), flat_values(Recipe())
     return [
-        (html.Tag(key, tag="code"), show_plain(values[key]), show_plain(defaults[key]), option.description)
-        for option in recipe_options()
-        for key in [option.name]
-        if values[key] != defaults[key]
+        (html.Tag(each.name, tag="code"), _plain(values[each.name]), _plain(defaults[each.name]), each.description)
+        for each in recipe_options()
+        if values[each.name] != defaults[each.name]
     ]
 
 
-def show_plain(value: Any) -> str:
+def _plain(value: Any) -> str:
     return show_value(tuple(value) if isinstance(value, list) else value)
 
 
 def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
-    data, versions = run.environment, run.environment.get("versions")
-    skipped = ("versions", "starts", ORIGIN)
-    rows = [(key, show_plain(value)) for key, value in data.items() if key not in skipped]
+    versions, skipped = run.environment.get("versions"), ("versions", "starts", ORIGIN)
+    rows = [(key, _plain(value)) for key, value in run.environment.items() if key not in skipped]
     if origin := Origin.read(run.path):
         rows.insert(0, ("began with", f"{origin.run}, step {origin.step} ({origin.stage_start}), run {origin.run_id}"))
-    rows += [(kind, run.events.text(kind)) for kind in ("engine", "kernels") if kind in run.events.newest]
-    return rows + ([(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
+    lines = {kind: event["line"] for kind, event in run.events.newest.items() if kind in ("engine", "kernels")}
+    rows += [(kind, lines[kind].partition(" ")[2].strip()) for kind in sorted(lines)]
+    return rows + ([(key, _plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
 
 
 def reproduction(run: RunFiles) -> str:
-    """Return the command that repeats the training from the files of the run."""
+    """The command that repeats the training from the files of the run."""
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
     if origin := Origin.read(run.path):
         files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
     last = run.events.fact("length", "last_step", int)
     files += ["--max_steps", str(last)] if last and run.planned_steps and last < run.planned_steps else []
-    ranks = run.environment.get("ranks")
-    several = isinstance(ranks, int) and ranks > 1
-    program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"] if several else ["dino-ds", "train"]
+    program = ["dino-ds", "train"]
+    if isinstance(ranks := run.environment.get("ranks"), int) and ranks > 1:
+        program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"]
     code = ", ".join(code_of(run.recipe)) if run.recipe else ""
     warning = f"  # imports {code}, which config.yaml names: look at it first" if code else ""
     return shlex.join([*program, *files, "--run_dir", "NEW"]) + warning

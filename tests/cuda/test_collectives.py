@@ -34,7 +34,7 @@ from dino_ds.engine.masters import FlatMasters, PartitionedMasters
 from dino_ds.engine.muon import Matrix, Muon, Slice
 from dino_ds.engine.optim import Lars, Layer, norm_in_one_pass
 from dino_ds.engine.process import leave
-from dino_ds.evals import knn, linear
+from dino_ds.evals import classifiers
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions, _PartitionedUpdater
 from dino_ds.method.networks import build_meta
@@ -302,8 +302,8 @@ def labeled() -> tuple[Tensor, Tensor]:
 
 
 def _linear(features: Tensor, labels: Tensor) -> None:
-    with mock.patch.object(linear, "_MAX_STEPS", 2):
-        linear.fit_linear(features, labels, 4)
+    with mock.patch.object(classifiers, "_MAX_STEPS", 2):
+        classifiers.fit_linear(features, labels, 4)
 
 
 def _metrics(features: Tensor, labels: Tensor) -> None:
@@ -314,8 +314,8 @@ def _metrics(features: Tensor, labels: Tensor) -> None:
 
 INT64, FP32 = torch.int64, torch.float32
 EVALUATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[tuple[str, torch.dtype]]]] = {
-    "knn": (lambda x, y: knn.knn_accuracies(x, y, x, y, (1, 5), 0.07), [("allreduce", INT64)]),
-    "ridge": (lambda x, y: linear.fit_ridge(x, y, 4), [("allreduce", FP32)]),
+    "knn": (lambda x, y: classifiers.knn_accuracies(x, y, x, y, (1, 5), 0.07), [("allreduce", INT64)]),
+    "ridge": (lambda x, y: classifiers.fit_ridge(x, y, 4), [("allreduce", FP32)]),
     "linear": (_linear, [("broadcast", FP32), ("allreduce", FP32)]),
     "metrics": (_metrics, [("allreduce", FP32)]),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -14,7 +15,6 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.benchmarks import (
     LabelPropagation,
     QueryAnswers,
-    boundary_similarity,
     davis,
     describe_at_scales,
     frame_sides,
@@ -22,8 +22,6 @@ from dino_ds.evals.benchmarks import (
     judge_masks,
     landmark_map,
     oxford,
-    read_ground_truth,
-    region_similarity,
 )
 from dino_ds.evals.suite import find_evaluation
 from tests.evals.tiny import clips, context_of, label_map, landmarks
@@ -66,15 +64,14 @@ def _slow_f(found, wanted):
 @pytest.mark.slow
 def test_region_and_boundary_equal_slow_references():
     found, wanted = _masks(seed=0), _masks(seed=1)
-    pairs = [(a, b) for a in range(6) for b in range(6)]
-    first = torch.stack([found[a] for a, _ in pairs])
-    second = torch.stack([wanted[b] for _, b in pairs])
-    j, f = region_similarity(first, second), boundary_similarity(first, second)
-    for i, (one, other) in enumerate(zip(first.numpy(), second.numpy(), strict=True)):
-        union = (one | other).sum()
-        assert float(j[i]) == (pytest.approx((one & other).sum() / union, abs=1e-12) if union else 1.0)
-        assert float(f[i]) == pytest.approx(_slow_f(one, other), abs=1e-12)
-    assert float(j[pairs.index((4, 4))]) == 1 and float(f[pairs.index((5, 5))]) == 1  # both empty, both full
+    pairs = list(itertools.product(found, wanted))  # both empty and both full among them
+    scores = [judge_masks(one[None].byte(), other[None].byte(), 1)[0] for one, other in pairs]
+    for (one, other), (j, f) in zip(pairs, scores, strict=True):
+        union = int((one | other).sum())
+        assert j == (pytest.approx(int((one & other).sum()) / union, abs=1e-12) if union else 1.0)
+        assert f == pytest.approx(_slow_f(one.numpy(), other.numpy()), abs=1e-12)
+    first, second = (torch.stack(masks).byte() for masks in zip(*pairs, strict=True))
+    assert judge_masks(first, second, 1)[0] == pytest.approx(np.mean(scores, axis=0), abs=1e-12)
 
 
 def test_judging_is_the_mean_over_frames_of_each_object():
@@ -264,5 +261,5 @@ def test_a_wrong_ground_truth_is_refused(tmp_path, change, words):
     path = landmarks(tmp_path) / "gnd_roxford5k.json"
     path.write_text("pickle" if change is None else json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DataError, match=words) as error:
-        read_ground_truth(path)
+        oxford(context_of(tmp_path))
     assert "\n" not in str(error.value)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import dino_ds.evals.knn as knn_module
+from dino_ds.evals import classifiers
+from dino_ds.evals.classifiers import knn_accuracies, knn_votes, nearest
 from dino_ds.evals.features import Reading, extract_features, keep_generators
-from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
 
@@ -52,8 +52,8 @@ def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query
     generator = torch.Generator().manual_seed(1)
     bank, queries = torch.randn(230, 5, generator=generator), torch.randn(75, 5, generator=generator)
     slow = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).sort(dim=1, descending=True)
-    monkeypatch.setattr(knn_module, "_BANK_ROWS", bank_rows)
-    monkeypatch.setattr(knn_module, "_QUERY_ROWS", query_rows)
+    monkeypatch.setattr(classifiers, "_BANK_ROWS", bank_rows)
+    monkeypatch.setattr(classifiers, "_QUERY_ROWS", query_rows)
     similarity, index = nearest(queries, bank, k)
     torch.testing.assert_close(similarity, slow.values[:, :k])
     assert torch.equal(index, slow.indices[:, :k])

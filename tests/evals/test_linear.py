@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 
 from dino_ds.engine import distributed
-from dino_ds.evals import linear as linear_module
+from dino_ds.evals import classifiers
+from dino_ds.evals.classifiers import feature_statistics, fit_linear, fit_ridge
 from dino_ds.evals.features import GaveUp
-from dino_ds.evals.knn import feature_statistics
-from dino_ds.evals.linear import fit_linear, fit_ridge
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.numerical
@@ -53,7 +52,7 @@ def test_images_a_few_at_a_time_give_the_same(monkeypatch):
     features, labels = _problem()
     whole = fit_linear(features, labels, 4, regularisations=[0.05])
     accuracy = whole.accuracy(features, labels)
-    monkeypatch.setattr(linear_module, "_ROWS", 7)
+    monkeypatch.setattr(classifiers, "_ROWS", 7)
     parts = fit_linear(features, labels, 4, regularisations=[0.05])
     losses = [_loss(probe.weight, probe.bias, features, labels, 0.05) for probe in (whole, parts)]
     assert abs(losses[0] - losses[1]) < _INDISTINGUISHABLE

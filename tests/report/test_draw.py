@@ -29,7 +29,7 @@ from dino_ds.report.draw import (
     png_of,
 )
 from dino_ds.report.html import Chart, Curve, Line, _plot, chart_svg, read_metrics
-from dino_ds.report.pictures import KINDS, PeriodicPictures, PictureFiles, run
+from dino_ds.report.pictures import KINDS, PeriodicPictures, run
 from dino_ds.weights.export import FORMATS
 from tests.report.runs import assert_inside
 from tests.run.harness import image_folder
@@ -255,9 +255,9 @@ def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(pictured)
     assert due == {"auto": [0, 21, 42, 63, 84, 101], "30 steps": [0, 30, 60, 90, 101]}
 
 
-def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
+def test_a_folder_at_home_is_found(pictured, tmp_path, monkeypatch):
     """As --out=~/pictures comes: the shell leaves it as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    PictureFiles("a.safetensors", "~/pictures", ()).add("empty", np.zeros((1, 1, 4), dtype=np.uint8))
-    assert [path.name for path in tmp_path.rglob("*.png")] == ["empty.png"] and not (tmp_path / "~").exists()
+    _run(pictured, only="pca", out="~/pictures")
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["pca.png"] and not (tmp_path / "~").exists()

@@ -18,7 +18,7 @@ from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.folder import read_events, read_run
 from dino_ds.report.html import Curve, Metrics, summarize_knn
-from dino_ds.report.single_run import draw_run, judge_run, mean_rate, run, summarize
+from dino_ds.report.single_run import draw_run, judge_run, run, summarize, training_seconds
 from tests.report.runs import DONE, EVALUATIONS, knn, make_run, record, save_picture, write_events
 
 
@@ -318,7 +318,7 @@ def test_numbers_as_people_read_them():
 def test_figures_of_a_run():
     images = Curve(np.array([1.0, 2]), np.array([100.0, 400]))  # a step of 100 images, and one of 200 after a resume
     curves = {"images": images, "images_per_second": Curve(np.arange(2.0), np.array([100.0, 50]))}
-    assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
+    assert training_seconds(Metrics(curves, 2, 0)) == 5  # a second and four
     found = summarize_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}
 

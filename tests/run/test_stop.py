@@ -17,7 +17,7 @@ from dino_ds.cli import main as cli
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import OutOfMemory, is_out_of_memory
-from dino_ds.evals import linear
+from dino_ds.evals import classifiers
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import TrainingStep
 from dino_ds.run.guards import CallersStopRequests, MemoryGuard, StopRequests
@@ -45,21 +45,21 @@ def _steps_of_this_process():
 
 def _asked_to_stop_in_a_fit(root, run, changes):
     """Rank 1, as a classifier's fit begins after step 2."""
-    original, micro_batch = linear.minimise, TrainingStep.micro_batch
+    original, micro_batch = classifiers._fit, TrainingStep.micro_batch
     steps = _steps_of_this_process()
 
-    def minimise(*values):
+    def fit(*values):
         if os.environ["RANK"] == "1" and steps and steps[0].applied_steps == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             while not values[-1]():
                 time.sleep(0.01)
         return original(*values)
 
-    linear.minimise = minimise
+    classifiers._fit = fit
     try:
         return train_tiny(root, run, changes=changes)
     finally:
-        linear.minimise, TrainingStep.micro_batch = original, micro_batch
+        classifiers._fit, TrainingStep.micro_batch = original, micro_batch
 
 
 def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
