@@ -102,7 +102,24 @@ def train(
     named = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps, "resume": resume}
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
-    return Run(_train_here({**named, **options}, callbacks))
+    with _one_at_a_time(), restored_process():
+        read, files = prepare(TRAIN, parse_keywords(TRAIN, {**named, **options}))
+        check_software(TRAIN, read)
+        from dino_ds.run.guards import Caller
+        from dino_ds.train import train as train_in_process
+
+        caller, stopped = Caller(callbacks), ""
+        with restored_torch():
+            try:
+                train_in_process(read, **files, caller=caller)
+            except SystemExit as stop:
+                stopped = str(stop.__cause__)
+            caller.detach()
+        if caller.error is not None:
+            raise caller.error
+        if stopped:
+            raise Stopped(f"{stopped}; the same with resume=True continues it")
+        return Run(os.path.abspath(read.run_dir))  # the program may change its working folder later
 
 
 def embed(
@@ -199,27 +216,6 @@ def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
     for note in result.notes:
         warnings.warn(note, stacklevel=3)
     return result.data if result.value is None else result.value
-
-
-def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
-    with _one_at_a_time(), restored_process():
-        options, files = prepare(TRAIN, parse_keywords(TRAIN, keywords))
-        check_software(TRAIN, options)
-        from dino_ds.run.guards import Caller
-        from dino_ds.train import train as train_in_process
-
-        caller, stopped = Caller(callbacks), ""
-        with restored_torch():
-            try:
-                train_in_process(options, **files, caller=caller)
-            except SystemExit as stop:
-                stopped = str(stop.__cause__)
-            caller.detach()
-        if caller.error is not None:
-            raise caller.error
-        if stopped:
-            raise Stopped(f"{stopped}; the same with resume=True continues it")
-        return Path(os.path.abspath(options.run_dir))  # the program may change its working folder later
 
 
 def _listed(files: Sequence[AnyPath], folder: Path) -> Path:

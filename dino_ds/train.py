@@ -40,16 +40,7 @@ from dino_ds.method.frozen import check_same_teacher, describe_distillation, dis
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.run import run_folder
-from dino_ds.run.beginning import (
-    Beginning,
-    announce,
-    check_lengths,
-    choose_beginning,
-    closing_lines,
-    loop_options,
-    unused_classes,
-)
+from dino_ds.run import beginning, run_folder
 from dino_ds.run.guards import Caller, FolderLock, guarded
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog, open_loggers
@@ -97,12 +88,12 @@ def train(
                 folder, notes = _open_folder(recipe, source, chosen, options, request)
                 run, saver, more_notes = _build(folder, source, options, request, chosen.predicted_gib, caller)
             with closing(run.log):
-                announce(run, folder, chosen, request, [*more_notes, *lock.notes, *notes, *settings])
+                beginning.announce(run, folder, chosen, request, [*more_notes, *lock.notes, *notes, *settings])
                 feed = functools.partial(
                     build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
                 Loop(run, saver, guards.beat, guards.stop).run(lambda: feed(run.state.position))
-                run.log.info(*closing_lines(run, folder.recipe.model))
+                run.log.info(*beginning.closing_lines(run, folder.recipe.model))
 
 
 def _build_periodic_tasks(
@@ -138,7 +129,10 @@ def _open_folder(
         if not options.allow_oversize:
             chosen.check_fits()
     folder.agree()
-    notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source), *draws_of_its_own(source)]
+    classes, asked = len(source.classes or ()), recipe.eval
+    unused = classes > 1 and not (asked.root or asked.val_share) and asked.evals == "auto" and data.own_files
+    knn = f"{classes} class folders: --eval.val_share 0.1 holds a tenth of the images out, and measures k-NN on them"
+    notes = [*getattr(source, "notes", ()), *notes, *([knn] if unused else []), *draws_of_its_own(source)]
     return folder, [*dict.fromkeys(request.notes), *config.notes, *notes]
 
 
@@ -157,22 +151,19 @@ def _build(
     """
     config, batch = folder.config, folder.recipe.data.global_batch
     epoch_steps = steps_per_epoch(len(source), batch)
-    images = run_folder.describe_images(source, folder.recipe.data.root)
-    image_comparison = run_folder.ImageComparison(folder.recipe, images, folder.allows_other_images)
+    folder.images = run_folder.describe_images(source, folder.recipe.data.root)
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where the run begins and ends; a stage's recipe counts from its beginning.
-    begin = choose_beginning(folder, checkpoints, image_comparison, options, request)
-    recipe, max_steps = folder.recipe, options.max_steps
-    last_step = folder.last_step(epoch_steps, max_steps)
-    ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
-    begin.check_ahead(last_step, str(folder.path), ends)
-    notes = [*begin.notes, *check_lengths(recipe, epoch_steps, last_step)]
+    begin = beginning.choose_beginning(folder, checkpoints, options, request)
+    recipe, manifest = folder.recipe, begin.resumed.manifest if begin.resumed else None
+    last_step = folder.last_step(epoch_steps, options.max_steps, manifest.step if manifest else 0)
+    notes = [*begin.notes, *beginning.check_lengths(recipe, epoch_steps, last_step)]
 
     # What is learned, and what is done between steps.
     evaluations, pictures = _build_periodic_tasks(recipe, source, epoch_steps)
-    run_id = folder.adopt_run_id(begin.resumed.manifest if begin.resumed else None)
+    folder.run_id = manifest.run_id if manifest else folder.run_id or folder.new_id
     check_start(recipe)
     check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))
     step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
@@ -180,26 +171,22 @@ def _build(
 
     # What is saved, and what is loaded.
     teacher = distilled(step.teachers)
-    about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
-    description = run_folder.describe_settings(recipe, config) | about
+    about = {"run_id": folder.run_id, "images": folder.images.to_json(), "frozen_teacher": teacher}
     files = run_folder.TeacherFiles(folder.path, recipe, teacher)
+    description = folder.settings() | about
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
-    if begin.resumed is not None:
-        manifest = begin.resumed.manifest
+    if manifest:
         check_same_teacher(manifest, teacher)
-        notes += [
-            *run_folder.notes_on_changes(manifest, recipe, config, folder.began_in),
-            *image_comparison.notes(manifest),
-        ]
+        notes += folder.notes(manifest)
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, options.verbose, caller)
-    loop = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
+    loop = beginning.loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
     run = Run(folder.path, loop, step, state, evaluations, pictures, log)
     return run, saver, [*notes, *tidied]
 
 
-def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> list[str]:
+def _describe_start(begin: beginning.Beginning, step: TrainingStep, recipe: Recipe) -> list[str]:
     """Notes on the weights that the run begins with, and on the teacher that is distilled."""
     notes = []
     if step.engine.started_from:

@@ -48,7 +48,12 @@ def run(options: EvalOptions) -> Result:
         _check_places(options)
     for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
         preflight_eval(name, settings, lambda: (None, None))
-    _check_unused(options)
+    for name, concerned in _CONCERNS.items():
+        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
+            raise ConfigError(
+                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
+                f"add one to --evals, or leave --{name} out"
+            )
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -62,32 +67,30 @@ def run(options: EvalOptions) -> Result:
         left_out = [note for source in sources for note in getattr(source, "notes", ())]
         context.note([*left_out, *notes, *note_on_shared(of_images, *context.sources, "--test_root")[1]])
         context.settings = replace(settings, value_range=value_range)
+    root = options.test_root or options.root
+    data = name_images(options.source or "folder", root) if options.source or root else None  # None: the run's
     results, failure = dict[str, Any](), None
     try:
         for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
-            results[name] = _timed(name, context, backbone.about, options)
+            start = time.monotonic()
+            values = evaluate(name, context)
+            results[name] = describe_result(name, context, values, time.monotonic() - start, backbone.about, data)
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
-                    _write({name: results[name]}, options.model, options.out)
+                    for path in _places(options.model, options.out):
+                        try:
+                            write_results(path, {name: results[name]})
+                        except (OSError, ValueError) as error:
+                            raise _not_written(path, error) from None
     except BaseException as error:  # the results before a failed evaluation are kept
         if not results:
             raise
         failure = error
-    seconds, values = time.monotonic() - began, as_json(results)
-    metrics = {metric: value for result in values.values() for metric, value in result["results"].items()}
+    seconds, found = time.monotonic() - began, as_json(results)
+    metrics = {metric: value for result in found.values() for metric, value in result["results"].items()}
     about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
     page = _page(results, context, backbone.source, seconds)
-    return Result({**about, "metrics": metrics, "results": values}, page, context.notes, error=failure)
-
-
-def _check_unused(options: EvalOptions) -> None:
-    """Raises ConfigError for an option that affects none of the chosen evaluations."""
-    for name, concerned in _CONCERNS.items():
-        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
-            raise ConfigError(
-                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
-                f"add one to --evals, or leave --{name} out"
-            )
+    return Result({**about, "metrics": metrics, "results": found}, page, context.notes, error=failure)
 
 
 def _settings(options: EvalOptions) -> Settings:
@@ -96,15 +99,6 @@ def _settings(options: EvalOptions) -> Settings:
     values = {"ks": options.k, **{name: getattr(options, name) for name in names}}
     values["benchmark_root"] = Path(os.path.expanduser(options.benchmark_root)) if options.benchmark_root else None
     return Settings(**{name: value for name, value in values.items() if value is not None})
-
-
-def _timed(name: str, context: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
-    start = time.monotonic()
-    values = evaluate(name, context)
-    seconds = time.monotonic() - start
-    source, root = options.source, options.test_root or options.root
-    data = name_images(source or "folder", root) if source or root else None  # None: the run's
-    return describe_result(name, context, values, seconds, about, data)
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
@@ -123,14 +117,6 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
     if (source == "folder" or ":" in source) and test_root is None:
         return train, None
     return train, build_source(source, test_root or root, "test", False)
-
-
-def _write(results: dict[str, Any], model: str, out: str | None) -> None:
-    for path in _places(model, out):
-        try:
-            write_results(path, results)
-        except (OSError, ValueError) as error:
-            raise _not_written(path, error) from None
 
 
 def _check_places(options: EvalOptions) -> None:

@@ -50,7 +50,6 @@ _MARGIN = 0.6
 """Inches above the first image and below the last."""
 _ORIGINAL, _GLOBAL = 3, 2
 """Columns of the grid that an image and a global crop take; a local crop takes one."""
-_NAME = 90
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
@@ -173,6 +172,12 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
+    by_type: dict[str, Any] = {}  # images by type of their stored values, and the extremes of types deeper than uint8
+    for name, images in Counter(fact.values.type for fact in good).items():
+        by_type[name] = {"images": images}
+        if name != "uint8":
+            some = [fact.values for fact in good if fact.values.type == name]
+            by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
     return {
         "images": len(source),
         "looked_at": len(facts),
@@ -182,20 +187,9 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
         },
         "width": _spread(np.array([fact.width for fact in good])),
         "height": _spread(np.array([fact.height for fact in good])),
-        "values": _values(good),
+        "values": by_type,
         "classes": _classes(source),
     }
-
-
-def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
-    """The number of images by type of their stored values, and the extremes of types deeper than uint8."""
-    by_type: dict[str, Any] = {
-        name: {"images": images} for name, images in Counter(f.values.type for f in good).items()
-    }
-    for name in by_type.keys() - {"uint8"}:
-        some = [fact.values for fact in good if fact.values.type == name]
-        by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
-    return by_type
 
 
 def _classes(source: Source) -> dict[str, Any] | None:
@@ -226,7 +220,14 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "images", f"{statistics['images']:,} in {statistics['root'] or statistics['source']}"
     if statistics["looked_at"] < statistics["images"]:
         yield "looked at", f"{statistics['looked_at']:,} of them, drawn at random (--sample 0: all)"
-    yield from _class_lines(statistics["classes"])
+    if (classes := statistics["classes"]) is None:
+        yield "classes", "none: images have no labels"
+    else:
+        unlabeled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
+        yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabeled}"
+        counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
+        more = ", ..." if len(counts) > _NAMED else ""
+        yield "", ", ".join(f"{name} {count:,}" for name, count in counts[:_NAMED]) + more
     bad = statistics["unreadable"]
     yield "unreadable", f"{bad['count']:,} ({bad['count'] / statistics['looked_at']:.2%})"
     alike: dict[str, list[str]] = {}
@@ -248,17 +249,6 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
         flags = (f"--data.{name} {','.join(f'{value:g}' for value in measured[name])}" for name in ("mean", "std"))
         yield "channels", " ".join(flags)
     yield "sheet", statistics["sheet"]
-
-
-def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if classes is None:
-        yield "classes", "none: images have no labels"
-        return
-    unlabeled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
-    yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabeled}"
-    counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
-    more = ", ..." if len(counts) > _NAMED else ""
-    yield "", ", ".join(f"{name} {count:,}" for name, count in counts[:_NAMED]) + more
 
 
 def _range_text(values: dict[str, float]) -> str:
@@ -328,33 +318,27 @@ def draw_sheet(rows: Sequence[SheetRow], title: str) -> Figure:
     grid = figure.add_gridspec(2 * len(rows), columns, **edges, hspace=0.16, wspace=0.04)
     for number, row in enumerate(rows):
         two_lines = slice(2 * number, 2 * number + 2)
-        _draw_original(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row)
+        axes = _show(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row.original)
+        name = row.name if len(row.name) <= 90 else f"…{row.name[-90:]}"  # the end of a path tells more
+        size = f"  {row.original.width} x {row.original.height}"
+        axes.set_title(name + size, fontsize=7, color=INK, loc="left", pad=2, parse_math=False)
+        for crop, (left, top, right, bottom) in reversed([*enumerate(row.boxes)]):
+            width = 2 if crop < row.num_global else 1
+            # The edges of a picture's first pixel are at -0.5 and 0.5.
+            corner, color = (left - 0.5, top - 0.5), row.color(crop)
+            axes.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, lw=width, ec=color))
+            _tag(axes, left, top, crop, row)
         for crop, picture in enumerate(row.crops):
             left = _ORIGINAL + _GLOBAL * min(crop, large)
             cell = grid[two_lines, left : left + _GLOBAL]
             if crop >= large:
                 line, column = divmod(crop - large, small)
                 cell = grid[2 * number + line, left + column]
-            axes = _show(figure.add_subplot(cell), picture)
-            _tag(axes, 0, 0, crop, row)
+            _tag(_show(figure.add_subplot(cell), picture), 0, 0, crop, row)
     figure.set_facecolor("none")
     lines = textwrap.fill(title, int(13 * figure.get_figwidth()))
     figure.text(0.01, 1 - 0.1 / height, lines, fontsize=9, color=INK, va="top", parse_math=False)
     return figure
-
-
-def _draw_original(axes: Axes, row: SheetRow) -> None:
-    _show(axes, row.original)
-    size = f"  {row.original.width} x {row.original.height}"
-    name = row.name if len(row.name) <= _NAME else f"…{row.name[-_NAME:]}"  # the end of a path tells more
-    axes.set_title(name + size, fontsize=7, color=INK, loc="left", pad=2, parse_math=False)
-    for crop in reversed(range(len(row.boxes))):
-        left, top, right, bottom = row.boxes[crop]
-        width = 2 if crop < row.num_global else 1
-        # The edges of a picture's first pixel are at -0.5 and 0.5.
-        box = Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, lw=width, ec=row.color(crop))
-        axes.add_patch(box)
-        _tag(axes, left, top, crop, row)
 
 
 def _tag(axes: Axes, left: float, top: float, crop: int, row: SheetRow) -> None:

@@ -49,11 +49,9 @@ class PeriodicTask(Protocol):
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to run after `step`, 0 for the untrained network."""
-        ...
 
     def run(self, moment: StepContext) -> bool:
         """Run the task and write down its results; False if a stop was requested before its end."""
-        ...
 
     def missed(self, step: int, at_start: bool) -> bool:
         """Whether the task is due at `step`, and an earlier start reached that step without running the task."""
@@ -88,11 +86,7 @@ class RunState:
     bad_images: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "position": asdict(self.position),
-            "skipped_steps": self.skipped_steps,
-            "bad_images": sorted(self.bad_images),
-        }
+        return asdict(self) | {"bad_images": sorted(self.bad_images)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`. Raises LookupError, TypeError or ValueError if it is not from `state_dict`."""
@@ -134,12 +128,6 @@ class Run:
     pictures: PeriodicTask | None
     log: RunLog
 
-    def advance(self) -> None:
-        """Advance the position by one micro-batch of every rank."""
-        consumed = self.step.engine.config.micro_batch * distributed.world_size()
-        per_epoch = self.options.epoch_steps * self.options.global_batch
-        self.state.position = self.state.position.advance(consumed, per_epoch)
-
 
 FIRST_SAVE_AFTER = 5
 """Steps of this process before its first save, which shows a broken disk early."""
@@ -169,7 +157,6 @@ class Saver:
     background: bool
 
     def __post_init__(self) -> None:
-        self._run_dir = self.checkpoints.folder.parent
         self.saved_step = 0
         """Step of the newest checkpoint that this start has loaded or saved."""
         self._unwritten: list[str] = []
@@ -196,9 +183,10 @@ class Saver:
     def check_folder(self) -> None:
         """Raises CheckpointError, on all ranks, where the run folder was removed or renamed during the run."""
         with distributed.raise_on_all_ranks():
-            if distributed.rank() == 0 and is_gone(self._run_dir / "config.yaml"):
+            run_dir = self.checkpoints.folder.parent
+            if distributed.rank() == 0 and is_gone(run_dir / "config.yaml"):
                 raise CheckpointError(
-                    f"{self._run_dir} is gone, removed or renamed while the run was at work: training ends, and "
+                    f"{run_dir} is gone, removed or renamed while the run was at work: training ends, and "
                     "nothing more is saved. If it was renamed, give --run_dir its new path, and --resume"
                 )
 
@@ -221,14 +209,10 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """Time and size of the last checkpoint of this process, for metrics.jsonl."""
-        cost = self.saving.cost
-        if cost is None:
+        if (cost := self.saving.cost) is None:
             return {}
-        return {
-            "save_seconds": cost.seconds,
-            "save_stall_seconds": cost.stall_seconds,
-            "checkpoint_gib": cost.bytes / 2**30,
-        }
+        seconds = {"save_seconds": cost.seconds, "save_stall_seconds": cost.stall_seconds}
+        return {**seconds, "checkpoint_gib": cost.bytes / 2**30}
 
     def load(self, saved: SavedCheckpoint) -> None:
         """Load a checkpoint of this run into the run's parts. Raises CheckpointError where it lacks something."""

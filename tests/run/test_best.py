@@ -150,21 +150,6 @@ def _val(run):
     return {line["step"]: {key: v for key, v in line.items() if key.startswith("val_")} for line in lines}
 
 
-def test_validation_changes_nothing(root, tmp_path):
-    """Metrics of training and the state to the bit, with a center that gathers, dropped branches, on two ranks."""
-    runs = [tmp_path / "with", tmp_path / "without"]
-    changes = {"length": "8 steps", "data.global_batch": "4"}
-    for run, more in zip(runs, ({"eval.val_root": str(root), "eval.every": "2 steps"}, {}), strict=True):
-        said = run_on_ranks(train_tiny, root, run, "zero3_bf16.json", changes=changes | more, world=2)
-        assert said == [None, None]
-    assert losses_of(runs[0]) == losses_of(runs[1])
-    ours, theirs = (whole_tensors(run, 8) for run in runs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found = list(_val(runs[0]).values())
-    assert len(found) == 5
-    assert all(math.isclose(v["val_loss"], v["val_teacher_entropy"] + v["val_kl"], rel_tol=1e-6) for v in found)
-
-
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(root, tmp_path):
     """Of terms that compare images too; to the bit at step 0. One of two ranks has no micro-batch at the end."""
     found = []
@@ -281,26 +266,27 @@ def runs(images):
         "eval.root": str(images / "test"),
         "eval.k": str(K),
         "eval.pictures_every": "2 steps",
+        "eval.val_root": str(images / "test"),
     }
     with_, without = images / "with", images / "without"
     said = [run_on_ranks(_train_watched, root, run, how) for run, how in ((with_, changes), (without, {}))]
     return with_, without, said
 
 
-def test_training_does_not_notice(runs):
+def test_training_does_not_notice_and_features_are_computed_once_for_all_evaluations(runs):
+    """24 training and 9 test images at steps 0 and 2, on either rank; pictures take the training images once more."""
     with_, without, said = runs
     for watched, alone in zip(*said, strict=True):
         assert watched[0] is None and alone[0] is None
         assert watched[1] == alone[1]
+    assert [sum(seen for _, _, seen in ranks) for ranks in said] == [2 * (24 + 9 + 24), 0]
     assert losses_of(with_) == losses_of(without)
     ours, theirs = whole_tensors(with_, 2), whole_tensors(without, 2)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_features_are_computed_once_for_all_evaluations(runs):
-    """24 training and 9 test images at steps 0 and 2, on either rank; pictures take the training images once more."""
-    watched, alone = runs[2]
-    assert sum(seen for _, _, seen in watched) == 2 * (24 + 9 + 24) and sum(seen for _, _, seen in alone) == 0
+    validated = _val(with_)
+    assert validated.keys() == {0, 2}
+    for found in validated.values():
+        assert math.isclose(found["val_loss"], found["val_teacher_entropy"] + found["val_kl"], rel_tol=1e-6)
 
 
 def test_results_are_those_of_the_saved_teacher(runs, images):
@@ -315,7 +301,7 @@ def test_results_are_those_of_the_saved_teacher(runs, images):
         assert result["results"] == pytest.approx(evaluate(name, context), rel=1e-3, abs=1e-3)
 
 
-def test_metrics_and_tensorboard_have_them_under_clear_names(runs):
+def test_metrics_tensorboard_and_pictures_have_them_under_clear_names(runs):
     run, _, _ = runs
     records = [r for r in read_metrics(run) if "knn_top1" in r]
     assert [r["step"] for r in records] == [0, 2]
@@ -328,12 +314,6 @@ def test_metrics_and_tensorboard_have_them_under_clear_names(runs):
     events.Reload()
     assert {"loss", "kl", "knn_top1", "eval/linear", "eval/rankme"} <= set(events.Tags()["scalars"])
     assert "linear   at step 2: " in log_of(run) and "k-NN     at step 2: teacher " in log_of(run)
-
-
-def test_pictures_are_in_the_folder_and_in_tensorboard(runs):
-    run, _, _ = runs
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
     for name in ("map", "neighbors", "pca"):
         assert [event.step for event in events.Images(name)] == [0, 2]
         for step in (0, 2):

@@ -25,15 +25,21 @@ from tests.run.harness import TINY, image_folder, log_of, losses_of, read_metric
 
 
 def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
-    (root / "011.png").write_bytes(b"")
-    # Four passes over the images: each is named and counted once, whichever rank meets it.
-    changes = {"length": "8 steps", "data.max_bad_fraction": "0.1"}
+    """Three passes over the images, and two evaluations: each is named and counted once, whichever rank meets it."""
+    root, test, run = image_folder(tmp_path / "images", 24, 3), tmp_path / "test", tmp_path / "run"
+    image_folder(test, 9, 3, seed=1)
+    cut, *empty = root / "class2/005.png", root / "class2/011.png", test / "class1/004.png"
+    cut.write_bytes(cut.read_bytes()[:200])
+    for path in empty:
+        path.write_bytes(b"")
+    changes = {"length": "9 steps", "data.max_bad_fraction": "0.1", "eval.every": "9 steps", "eval.root": str(test)}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
-    named = [line for line in (run / "log.txt").read_text().splitlines() if "unreadable image skipped" in line]
+    lines = [line.partition(" ")[2] for line in log_of(run).splitlines()]
+    named = [line for line in lines if "unreadable image skipped" in line]
     assert len(named) == 2 and "005.png" in "".join(named) and "011.png" in "".join(named)
-    assert read_metrics(run)[-1]["bad_images"] == 2
+    assert [line["bad_images"] for line in read_metrics(run) if "loss" in line][-1] == 2
+    told = [line for line in lines if "left out" in line and str(test) in line]
+    assert told == [f"evals    left out, unreadable: {test}/class1/004.png (empty file)"]
 
 
 @pytest.mark.parametrize(
@@ -87,17 +93,6 @@ def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
     assert f"unreadable image skipped: {root}/0.tar/broken.png (not an image)" in log
     assert read_metrics(run)[-1]["bad_images"] == 1
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_unreadable_images_of_the_evaluation_are_named_once(tmp_path):
-    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
-    (test / "class1/004.png").write_bytes(b"")
-    changes = {"eval.every": "2 steps", "eval.root": str(test), "length": "4 steps", "optimizer.warmup": "1 steps"}
-    assert run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes) == [None, None]
-    lines = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "left out" in line]
-    assert [line.partition(" ")[2] for line in lines] == [
-        f"evals    left out, unreadable: {test}/class1/004.png (empty file)"
-    ]
 
 
 @pytest.fixture

@@ -169,10 +169,10 @@ def test_pauses_do_not_count_for_the_images_per_second(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = Clock(8)
-    with clock.paused():
+    with clock.spending("pause"):
         now[0] += 100
-    with clock.waiting():
+    with clock.spending("wait"):
         now[0] += 1
     now[0] += 3
-    clock.step()
+    clock.steps += 1
     assert clock.read() == {"images_per_second": 2, "data_wait_fraction": 0.25}

@@ -20,7 +20,7 @@ from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report.single_run import run as report
-from dino_ds.run.reports import NEAR, WINDOWS, CollapseAlarm
+from dino_ds.run.metrics import NEAR
 from dino_ds.weights.sidecar import read_sidecar
 from tests.engine.harness import tiny_schedules
 from tests.ranks import run_on_ranks
@@ -69,17 +69,10 @@ def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     assert "Masked patches (iBOT): teacher entropy" in page
 
 
-def test_an_alarm_names_its_rows():
-    alarm = CollapseAlarm(100, 0, "masked patch")
-    lines = [alarm.look(step, entropy=4.605, kl=0.0) for step in range(1, WINDOWS + 1)]
-    assert lines[:-1] == [""] * (WINDOWS - 1)
-    assert f"collapse after step {WINDOWS}: the teacher gives every masked patch the same target" in lines[-1]
-
-
 RATE = {"objective.dino_weight": "0", "objective.coding_rate_weight": "1", "model.drop_path": "0"}
 
 
-def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
+def test_two_ranks_equal_one(tmp_path):
     """Covariances are summed over ranks, so ZeRO 3 on two ranks has the losses of one process: to 1e-4, as four steps
     of Adam at a high rate carry FP32's rounding on. Metrics have the term's parts, and nothing of prototypes."""
     images, how = image_folder(tmp_path / "images"), {"changes": RATE}
@@ -87,11 +80,6 @@ def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
     assert run_on_ranks(train_tiny, images, tmp_path / "ranks", "zero3_fp32.json", 4, **how) == [None, None]
     for (_, one), (_, two) in zip(losses_of(tmp_path / "alone"), losses_of(tmp_path / "ranks"), strict=True):
         assert two == pytest.approx(one, abs=1e-4)
-    for steps, resume in ((2, False), (4, True)):
-        parts = (images, tmp_path / "parts", "zero3_fp32.json", steps, resume)
-        assert run_on_ranks(train_tiny, *parts, **how) == [None, None]
-    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "ranks")
-    assert_same_checkpoint(tmp_path / "parts", tmp_path / "ranks", 4)
     for line in read_metrics(tmp_path / "alone"):
         assert line["loss"] == pytest.approx(1 - line["view_cosine"] - line["coding_rate"], abs=1e-5)
         assert not {"teacher_entropy", "kl"} & line.keys()
