@@ -22,28 +22,20 @@ from contextlib import closing
 from typing import Any
 
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.config.ds_schema import ChosenDsConfig
-from dino_ds.config.loading import change_recipe
+from dino_ds.config import ds_schema, loading
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request, TrainOptions
-from dino_ds.data.image_cache import fitting_cache
-from dino_ds.data.images import Source
-from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.normalization import with_image_settings
-from dino_ds.data.sources import draws_of_its_own, training_images
-from dino_ds.engine import distributed
-from dino_ds.engine.process import init_distributed
+from dino_ds.data import image_cache, images, loader, normalization, sources
+from dino_ds.engine import distributed, process
 from dino_ds.errors import unwritable
 from dino_ds.health.monitor import longest_wait
-from dino_ds.method.build import build_prefetcher, build_step, check_start
-from dino_ds.method.frozen import check_same_teacher, describe_distillation, distilled
+from dino_ds.method import build, frozen
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.run import beginning, run_folder
+from dino_ds.run import beginning, metrics, run_folder
 from dino_ds.run.guards import Caller, FolderLock, guarded
 from dino_ds.run.loop import Loop
-from dino_ds.run.metrics import RunLog, open_loggers
 from dino_ds.run.run import PeriodicTask, Run, RunState, Saver
 from dino_ds.weights.frozen import stated_images
 
@@ -73,16 +65,16 @@ def train(
 
     path = Path(options.run_dir)
     with guarded(path, recipe.hang_seconds, caller) as guards:
-        init_distributed()
+        process.init_distributed()
         with FolderLock(path, guards).held() as lock:
             with lock.starting():
                 run_folder.check_same_start(path, recipe, ds)
                 with distributed.raise_on_all_ranks():
-                    source = training_images(recipe.data, recipe.eval.val_share)
+                    source = sources.training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
                 stated = functools.partial(stated_images, recipe)
                 earlier = functools.partial(run_folder.earlier_recipe, path, options.resume)
-                recipe, settings = with_image_settings(recipe, source, earlier, stated)
+                recipe, settings = normalization.with_image_settings(recipe, source, earlier, stated)
                 chosen = choose_ds_config(recipe, options, ds, ds_path, request)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
                 folder, notes = _open_folder(recipe, source, chosen, options, request)
@@ -90,14 +82,14 @@ def train(
             with closing(run.log):
                 beginning.announce(run, folder, chosen, request, [*more_notes, *lock.notes, *notes, *settings])
                 feed = functools.partial(
-                    build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
+                    build.build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
                 Loop(run, saver, guards.beat, guards.stop).run(lambda: feed(run.state.position))
                 run.log.info(*beginning.closing_lines(run, folder.recipe.model))
 
 
 def _build_periodic_tasks(
-    recipe: Recipe, source: Source, epoch_steps: int
+    recipe: Recipe, source: images.Source, epoch_steps: int
 ) -> tuple[PeriodicTask | None, PeriodicTask | None]:
     """Evaluations and pictures of a run, each None where the recipe asks for none. Every rank must call it."""
     evaluations: PeriodicTask | None = None
@@ -114,7 +106,7 @@ def _build_periodic_tasks(
 
 
 def _open_folder(
-    recipe: Recipe, source: Source, chosen: ChosenDsConfig, options: TrainOptions, request: Request
+    recipe: Recipe, source: images.Source, chosen: ds_schema.ChosenDsConfig, options: TrainOptions, request: Request
 ) -> tuple[run_folder.RunFolder, list[str]]:
     """Open the run folder; returns it, and notes for the log.
 
@@ -122,8 +114,8 @@ def _open_folder(
     """
     data, config = recipe.data, chosen.config
     with distributed.raise_on_all_ranks():
-        cache_gib, notes = fitting_cache(data.cache_gib, source)
-        recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
+        cache_gib, notes = image_cache.fitting_cache(data.cache_gib, source)
+        recipe = loading.change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
         folder = run_folder.RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
         folder.config_name = request.config or folder.config_name
         if not options.allow_oversize:
@@ -132,13 +124,13 @@ def _open_folder(
     classes, asked = len(source.classes or ()), recipe.eval
     unused = classes > 1 and not (asked.root or asked.val_share) and asked.evals == "auto" and data.own_files
     knn = f"{classes} class folders: --eval.val_share 0.1 holds a tenth of the images out, and measures k-NN on them"
-    notes = [*getattr(source, "notes", ()), *notes, *([knn] if unused else []), *draws_of_its_own(source)]
+    notes = [*getattr(source, "notes", ()), *notes, *([knn] if unused else []), *sources.draws_of_its_own(source)]
     return folder, [*dict.fromkeys(request.notes), *config.notes, *notes]
 
 
 def _build(
     folder: run_folder.RunFolder,
-    source: Source,
+    source: images.Source,
     options: TrainOptions,
     request: Request,
     predicted_gib: float | None,
@@ -150,7 +142,7 @@ def _build(
     checkpoint that can't be used, and where the disk has no room for one checkpoint.
     """
     config, batch = folder.config, folder.recipe.data.global_batch
-    epoch_steps = steps_per_epoch(len(source), batch)
+    epoch_steps = loader.steps_per_epoch(len(source), batch)
     folder.images = run_folder.describe_images(source, folder.recipe.data.root)
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
@@ -164,19 +156,19 @@ def _build(
     # What is learned, and what is done between steps.
     evaluations, pictures = _build_periodic_tasks(recipe, source, epoch_steps)
     folder.run_id = manifest.run_id if manifest else folder.run_id or folder.new_id
-    check_start(recipe)
+    build.check_start(recipe)
     check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))
-    step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
+    step, state = build.build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += [*step.engine.config.notes, *_describe_start(begin, step, recipe)]
 
     # What is saved, and what is loaded.
-    teacher = distilled(step.teachers)
+    teacher = frozen.distilled(step.teachers)
     about = {"run_id": folder.run_id, "images": folder.images.to_json(), "frozen_teacher": teacher}
     files = run_folder.TeacherFiles(folder.path, recipe, teacher)
     description = folder.settings() | about
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
     if manifest:
-        check_same_teacher(manifest, teacher)
+        frozen.check_same_teacher(manifest, teacher)
         notes += folder.notes(manifest)
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
@@ -195,22 +187,22 @@ def _describe_start(begin: beginning.Beginning, step: TrainingStep, recipe: Reci
             notes.append("BatchNorm keeps the statistics of the start (teacher.batch_norm frozen)")
     elif begin.resumed is None and begin.previous is None:
         notes += [note for teacher in teachers_of(recipe) for note in teacher.notes(recipe)]
-    return [*notes, *describe_distillation(step.teachers, recipe)]
+    return [*notes, *frozen.describe_distillation(step.teachers, recipe)]
 
 
 def _open_log(
     folder: run_folder.RunFolder, saver: Saver, last_step: int, verbose: bool, caller: Caller | None
-) -> tuple[RunLog, list[str]]:
+) -> tuple[metrics.RunLog, list[str]]:
     """Make the folder this run's own, tidy it and open its log; from here on only the disk can refuse the start."""
     step = saver.step.applied_steps
     if step < last_step:
         saver.check_space()
     with distributed.raise_on_all_ranks():
-        loggers, lost = open_loggers(folder.config.raw, folder.path, str(folder.run_id))
+        loggers, lost = metrics.open_loggers(folder.config.raw, folder.path, str(folder.run_id))
     run_folder.write_description(folder)
     notes, tell = [*lost, *saver.tidy()], caller.tell if caller else None
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(folder.path, step, loggers, tell, verbose), notes
+            return metrics.RunLog(folder.path, step, loggers, tell, verbose), notes
         except OSError as error:
             raise unwritable(error.filename or folder.path, error) from None

@@ -10,14 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dino_ds.basics.files import read_object
-from dino_ds.basics.formatting import short
+from dino_ds.basics import files, formatting
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import find_model_folder
 from dino_ds.data.images import Source
 from dino_ds.data.sources import build_source, labeled_test, recipe_images, training_images
-from dino_ds.engine import distributed
-from dino_ds.engine.process import device, init_distributed
+from dino_ds.engine import distributed, process
 from dino_ds.errors import ConfigError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import range_for, recipe_of
@@ -43,7 +41,7 @@ def run(options: EvalOptions) -> Result:
     If one fails, the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
-    init_distributed()
+    process.init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options)
     for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
@@ -56,8 +54,8 @@ def run(options: EvalOptions) -> Result:
             )
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
-        backbone = load(options.model, device())
-    context = EvalContext(backbone, settings, device(), lambda: _data(options))
+        backbone = load(options.model, process.device())
+    context = EvalContext(backbone, settings, process.device(), lambda: _data(options))
     of_images = [name for name in options.evals if name not in BENCHMARKS]
     for name in of_images:
         preflight_eval(name, settings, lambda: context.sources)
@@ -125,7 +123,7 @@ def _check_places(options: EvalOptions) -> None:
     paths = _places(options.model, options.out)
     for path in paths:
         try:
-            entries = read_object(path) if path.is_file() else {}
+            entries = files.read_object(path) if path.is_file() else {}
             is_named = options.out is not None and path is paths[0]
             if is_named and not entries.keys() <= EVALUATIONS.keys():
                 raise ValueError("it holds something else than results of dino-ds eval")
@@ -157,5 +155,5 @@ def _page(results: dict[str, Any], context: EvalContext, model: str, seconds: fl
     lines = [f"{model}: {', '.join(sets + chance) or 'images of a protocol'}"]
     for name, result in results.items():
         lines.append(f"{name} ({result['seconds']:.1f} s)")
-        lines += [f"  {key:<24}{short(value, 4):>10}" for key, value in result["results"].items()]
+        lines += [f"  {key:<24}{formatting.short(value, 4):>10}" for key, value in result["results"].items()]
     return "\n".join([*lines, f"{seconds:.1f} s; {host_line(describe_host())}"])

@@ -6,8 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from dino_ds.basics.files import check_absent, left_over, why_not_writable
-from dino_ds.basics.names import sidecar_of
+from dino_ds.basics import files, names
 from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError
 from dino_ds.options.definition import ExportOptions, Result
@@ -59,10 +58,10 @@ def check(options: ExportOptions) -> Path:
     if options.format != "timm" and path.suffix != f".{options.format}":
         raise ConfigError(f"--out {path} does not end in .{options.format}, as such files must: rename it")
     # An export that was killed leaves a description, and weights under a temporary name.
-    is_left_over = not path.exists() and bool(left_over(path))
-    for made in (path,) if options.format != "safetensors" or is_left_over else (path, sidecar_of(path)):
-        check_absent(made)
-    if reason := why_not_writable(path):
+    is_left_over = not path.exists() and bool(files.left_over(path))
+    for made in (path,) if options.format != "safetensors" or is_left_over else (path, names.sidecar_of(path)):
+        files.check_absent(made)
+    if reason := files.why_not_writable(path):
         raise ConfigError(f"{path} can't be written: {reason}; fix --out")
     if options.format == "onnx" and importlib.util.find_spec("onnxscript") is None:
         raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")

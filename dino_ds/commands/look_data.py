@@ -20,27 +20,18 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.files import check_absent, free_stem, replacing
-from dino_ds.basics.seeds import crop_seed
+from dino_ds.basics import files, seeds
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
-from dino_ds.data import normalization
+from dino_ds.data import decode, feed, image_values, listing, mixture, normalization, sources
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, started, worker_options
-from dino_ds.data.decode import open_image
-from dino_ds.data.feed import Position
-from dino_ds.data.image_values import NO_VALUES, ImageValues
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, prepare_images
-from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
-from dino_ds.data.mixture import draws_in
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.commands import LookDataOptions
-from dino_ds.options.definition import Result
+from dino_ds.options import commands, definition
 from dino_ds.report.draw import INK
 
-_BATCH = 16
 _NAMED, _ALIKE = 20, 3
 """Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
@@ -52,7 +43,7 @@ _ORIGINAL, _GLOBAL = 3, 2
 """Columns of the grid that an image and a global crop take; a local crop takes one."""
 
 
-def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
+def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Result:
     """Draw a sheet of `images` images with their crops into `out` (.png), and return statistics of `sample` images
     drawn at random (0 = all).
 
@@ -60,7 +51,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     Raises ConfigError for impossible arguments, DataError without readable images.
     """
     png = _check(options.out)
-    source = training_images(recipe.data, recipe.eval.val_share)
+    source = sources.training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
     # The recipe stands for an earlier one whose mean is known: here the mean is measured below, on more images.
     recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
@@ -85,17 +76,17 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     sheet = draw_sheet(
         rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
     )
-    with replacing(png) as path:
+    with files.replacing(png) as path:
         sheet.savefig(path, format="png")
-    return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
+    return definition.Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
 
 def _check(out: str | None) -> Path:
     if out is None:
-        path = Path(free_stem(None, Path("look-data"), [".png"]) + ".png")
+        path = Path(files.free_stem(None, Path("look-data"), [".png"]) + ".png")
     else:
         path = Path(os.path.expanduser(out))
-        check_absent(path)
+        files.check_absent(path)
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -119,7 +110,7 @@ def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
     dataset = FactsOf(source, recipe.data.max_pixels, recipe.model.in_chans, recipe.data.known_range)
     loader: DataLoader[ImageFacts] = DataLoader(
-        dataset, batch_size=_BATCH, sampler=chosen, collate_fn=list, **worker_options(recipe.data.workers)
+        dataset, batch_size=16, sampler=chosen, collate_fn=list, **worker_options(recipe.data.workers)
     )
     facts: list[ImageFacts] = []
     with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
@@ -139,7 +130,7 @@ class ImageFacts:
     index: int
     width: int = 0
     height: int = 0
-    values: ImageValues = NO_VALUES
+    values: image_values.ImageValues = image_values.NO_VALUES
     problem: str = ""
 
 
@@ -155,8 +146,8 @@ class FactsOf(Dataset[ImageFacts]):
 
     def __getitem__(self, index: int) -> ImageFacts:
         try:
-            image = open_image(self._source, index, self._max_pixels, channels=self._channels)
-            values = ImageValues.of(image.values())
+            image = decode.open_image(self._source, index, self._max_pixels, channels=self._channels)
+            values = image_values.ImageValues.of(image.values())
         except UnreadableImage as error:
             return ImageFacts(index, problem=error.reason)
         problem = values.why_skipped(self._range)
@@ -172,6 +163,16 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
+    classes = None  # of the whole dataset: labels are known without reading an image
+    if source.labels is not None and source.classes is not None:
+        labels = np.asarray(source.labels)
+        counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
+        classes = {
+            "count": len(source.classes),
+            "unlabelled": int((labels < 0).sum()),
+            "images": _spread(counts),
+            "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
+        }
     by_type: dict[str, Any] = {}  # images by type of their stored values, and the extremes of types deeper than uint8
     for name, images in Counter(fact.values.type for fact in good).items():
         by_type[name] = {"images": images}
@@ -188,21 +189,7 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
         "width": _spread(np.array([fact.width for fact in good])),
         "height": _spread(np.array([fact.height for fact in good])),
         "values": by_type,
-        "classes": _classes(source),
-    }
-
-
-def _classes(source: Source) -> dict[str, Any] | None:
-    """Classes of the whole dataset: labels are known without reading an image."""
-    if source.labels is None or source.classes is None:
-        return None
-    labels = np.asarray(source.labels)
-    counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
-    return {
-        "count": len(source.classes),
-        "unlabelled": int((labels < 0).sum()),
-        "images": _spread(counts),
-        "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
+        "classes": classes,
     }
 
 
@@ -262,11 +249,11 @@ def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
     multicrop = MultiCrop.of(recipe)
     options = LoaderOptions.of(recipe, global_batch=1)
     dataset = MultiCropDataset(source, multicrop, options)
-    order = ResumableSampler(len(source), options, Position(), draws_in(source))
+    order = ResumableSampler(len(source), options, feed.Position(), mixture.draws_in(source))
     for keys in islice(order, len(source)):
         [(epoch, index)] = keys
         try:
-            array = open_image(source, index % len(source), data.max_pixels, data.known_range, channels).decode()
+            array = decode.open_image(source, index % len(source), data.max_pixels, data.known_range, channels).decode()
         except UnreadableImage:
             continue
         if array.shape[2] != channels:
@@ -276,11 +263,11 @@ def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
             raise batch
         whole = torch.from_numpy(array).permute(2, 0, 1)
         original = _picture(whole, whole)
-        sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        sampled = multicrop.sample(original.width, original.height, seeds.crop_seed(recipe.seed, epoch, index))
         shown = normalization.with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalization.undone(crop[0]), whole) for crop in shown]
         boxes = [crop.box for crop in sampled]
-        yield SheetRow(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
+        yield SheetRow(listing.printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
 
 
 def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:

@@ -17,10 +17,9 @@ from dino_ds.basics.formatting import short
 from dino_ds.basics.names import unquoted
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
+from dino_ds.config import fields, loading
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import ChosenDsConfig
-from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Origin, Request, TrainOptions, no_checkpoint, read_run_id, split_origin
@@ -32,9 +31,7 @@ from dino_ds.health.beat import Event
 from dino_ds.method.specs.own import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.run.run import LoopOptions, Run, Saver
 from dino_ds.run.run_folder import RunFolder
-from dino_ds.weights.layouts import Weights
-from dino_ds.weights.read import teacher_weights
-from dino_ds.weights.sidecar import recipe_of
+from dino_ds.weights import layouts, read, sidecar
 
 
 def loop_options(
@@ -105,31 +102,42 @@ class Beginning:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def weights(self) -> tuple[str, Weights] | None:
+    def weights(self) -> tuple[str, layouts.Weights] | None:
         """The name and weights that the network is built with; None unless a stage takes over the weights alone."""
         if self.previous is None or self.continues:
             return None
-        return str(self.previous.folder), teacher_weights(self.previous)
+        return str(self.previous.folder), read.teacher_weights(self.previous)
 
     def built(self, recipe: Recipe) -> Recipe:
         """The recipe to build the run with. A resume leaves out model.init_from, whose file may be gone, unless
         objective.preserve_weight needs a teacher from that file."""
         if self.resumed is None or recipe.objective.preserve_weight:
             return recipe
-        return change_recipe(recipe, {"model.init_from": "none"} | recipe.outlasting_start)
+        return loading.change_recipe(recipe, {"model.init_from": "none"} | recipe.outlasting_start)
 
     def load(self, saver: Saver) -> list[str]:
-        """Load the checkpoint into the parts of the run, once they are built; returns lines for the log."""
+        """Load the checkpoint into the parts of the run, once they are built; returns lines for the log.
+
+        Of the previous stage, tensors that its checkpoint lacks keep their initial values and are named, and so does a
+        teacher that becomes a copy of another one now or later; or the objective's running statistics alone are loaded.
+        """
         if self.resumed is not None:
-            saver.load(self.resumed)
+            saver.restore(self.resumed, self.resumed.whole())
+            saver.saved_step = self.resumed.manifest.step
         if self.previous is None:
             return []
-        if not self.continues:
-            return saver.restart_from(self.previous)
-        notes = saver.continue_from(self.previous)
-        if self.images_changed:  # a position in the order of other images has no meaning
+        step, whole = saver.step, self.previous.whole()
+        initial = step.state() if self.continues else step.objective.state()
+        if self.continues:
+            replaced, now = step.schedules.replacements.items(), self.previous.manifest.step
+            begin = tuple(f"teachers.{name}." for name, replacement in replaced if replacement.start >= now)
+            saver.restore(self.previous, {**initial, **{k: t for k, t in whole.items() if not k.startswith(begin)}})
+        else:
+            step.objective.load_state({**initial, **{name: t for name, t in whole.items() if name in initial}})
+        if self.images_changed and self.continues:  # a position in the order of other images has no meaning
             saver.state.position = Position(saver.state.position.epoch + 1)
-        return notes
+        names = sorted({".".join(name.split(".")[:2]) for name in initial.keys() - whole.keys()})
+        return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
 
 
 def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: TrainOptions, request: Request) -> Beginning:
@@ -164,7 +172,7 @@ def _of_stage(folder: RunFolder, run: Path, step: int | None, request: Request) 
 
     def accept(manifest: Manifest) -> None:
         with naming(run_name):
-            source = recipe_of(manifest)
+            source = sidecar.recipe_of(manifest)
         _check_fits(run_name, recipe, source, continues)
 
     choice = Checkpoints(run, keep=1).choose(step, distributed.gather_objects(read_run_id(run))[0], accept)
@@ -334,13 +342,13 @@ def _crops_in_words(recipe: Recipe) -> str:
 def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
     """Return warnings about too few `images`, and about images shown too often; shown: images of all steps; advise: the
     command that says what else to do."""
-    most = MOST_PASSES * images
+    most = fields.MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
     often = (
-        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {MOST_PASSES:,} at most: "
-        f'--length "{most} images"'
+        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {fields.MOST_PASSES:,} at "
+        f'most: --length "{most} images"'
     )
-    return [few] * (images < FEW_IMAGES) + [often] * (shown >= most + images)
+    return [few] * (images < fields.FEW_IMAGES) + [often] * (shown >= most + images)
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:

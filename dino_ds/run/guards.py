@@ -1,6 +1,5 @@
-"""Watches over a run from its first moment: hangs, failures, memory, the run folder, and requests to stop it at the
-next step, by signals and by what the monitor process sees (RUN/stop, a launcher's end); and the Python program that has
-started a run, which gets every line of metrics and outlives the run.
+"""Watches over a run from its first moment: hangs, failures, memory, the run folder, requests to stop it at the next
+step (signals, RUN/stop, a launcher's end), and the Python program that has started the run and outlives it.
 """
 
 from __future__ import annotations
@@ -19,22 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dino_ds import errors
 from dino_ds.basics.own_code import default_dtype, restore_default_dtype
 from dino_ds.config.ds_schema import COMMUNICATES_IN_STEP, DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.engine import distributed
+from dino_ds.engine import distributed, process
 from dino_ds.engine.distributed import set_store_flag, store_flag_is_set
-from dino_ds.engine.process import free_memory
-from dino_ds.errors import (
-    FORWARDED_SECONDS,
-    STOP_SIGNALS,
-    STOPPED,
-    ConfigError,
-    OutOfMemory,
-    UserError,
-    is_out_of_memory,
-    unwritable,
-)
+from dino_ds.errors import FORWARDED_SECONDS, STOP_SIGNALS, STOPPED, ConfigError, OutOfMemory, UserError
 from dino_ds.health.beat import Beat, Heartbeats
 from dino_ds.health.monitor import Failures, Watchdog
 from dino_ds.health.processes import RunLock
@@ -97,7 +87,7 @@ class FolderLock:
                     try:
                         self._heartbeats.prepare()
                     except OSError as error:
-                        raise unwritable(f"run folder {self._lock.run_dir}", error) from None
+                        raise errors.unwritable(f"run folder {self._lock.run_dir}", error) from None
                     self._prepared = True
             self._beat.listed = True
             yield self
@@ -142,7 +132,7 @@ class MemoryGuard:
         except UserError:
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not errors.is_out_of_memory(error):
                 raise
             part = _PARTS.get(self._beat.where, self._beat.where)
             predicted, cure = "", "take a smaller model, or one more GPU"
@@ -153,7 +143,7 @@ class MemoryGuard:
             request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
             asked = f" ({request[1]} more)" if request else ""
             where = f"out of memory in {part} after step {self._beat.step}{asked}"
-            said = f"{where}: {predicted}{free_memory()}. To continue with --resume: {cure}"
+            said = f"{where}: {predicted}{process.free_memory()}. To continue with --resume: {cure}"
             raise OutOfMemory(said) from error
 
 
@@ -226,7 +216,7 @@ class StopRequests:
     def request(self, why: str) -> None:
         """Ask for a stop at the next step, as a first signal does; only after `install`."""
         assert self._ask is not None
-        for output in (1, 2):  # a terminal that is closed: printing would raise an error before all is saved
+        for output in (1, 2):  # to a closed terminal, printing would raise an error before all is saved
             poll = select.poll()
             poll.register(output, 0)
             if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from dino_ds.basics.machine import host_memory_gib, resident_gib
 from dino_ds.data.feed import Batch, Feed
-from dino_ds.engine import distributed
-from dino_ds.engine.engine import Progress
-from dino_ds.engine.process import memory_gib
-from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.engine import distributed, engine, process, schedules
 from dino_ds.errors import STOPPED, DataError, NumericError, Stopped
 from dino_ds.health.beat import Beat, Event, append_line
 from dino_ds.method.step import MicroStep
@@ -88,25 +85,24 @@ class Loop:
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
         if not self._ahead:
-            self._ahead = [self._next(feed) for _ in range(step.window)]
+            for _ in range(step.window):
+                self._beat.enter("data", step.applied_steps)
+                with self._clock.spending("wait"):
+                    batch = next(feed)
+                self._reports.unreadable.update(batch.bad)
+                self._reports.notes += feed.take_notes()
+                self._ahead.append(batch)
             if step.window > 1:
                 self._beat.enter("step", step.applied_steps)
                 step.prepare(self._ahead)
         self._beat.enter("step", step.applied_steps)
         self._window.append(self._train(self._ahead.pop(0), feed))
         progress = self._window[-1].step.progress
-        if progress is Progress.ACCUMULATING:
+        if progress is engine.Progress.ACCUMULATING:
             return
         window, self._window = self._window, []
         self._beat.warm = True  # the limits of a process that has warmed up apply
-        (self._after_skip if progress is Progress.SKIPPED else self._after_step)(window)
-
-    def _next(self, feed: Feed) -> Batch:
-        self._beat.enter("data", self._run.step.applied_steps)
-        with self._clock.spending("wait"):
-            batch = next(feed)
-        self._reports.loaded(batch.bad, feed.take_notes())
-        return batch
+        (self._after_skip if progress is engine.Progress.SKIPPED else self._after_step)(window)
 
     def _train(self, batch: Batch, feed: Feed) -> _Trained:
         run, options = self._run, self._run.options
@@ -205,23 +201,18 @@ class Loop:
 
 _FILE = "bad_batches.jsonl"
 _MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
-_SHOWN = 5
-"""Unreadable images that the screen names; log.txt names all."""
-_SOON = 5.0
-"""Seconds of training after which the log says how long the run will take."""
-_LONG_WAIT = 0.1
-"""Share of the time spent waiting for data above which the step line states it."""
 
 
 class Reports:
     """Collects and writes the reports of a run. The loop updates `clock`. Every rank calls every method.
 
-    newest: the step of the newest micro-batch since the last line of metrics.
+    newest: the step of the newest micro-batch since the last line of metrics. unreadable, notes: this rank's unreadable
+    images, and the notes of its loader, which are not reported yet.
     """
 
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
-        self._unreadable, self._notes = set[str](), list[str]()
+        self.unreadable, self.notes = set[str](), list[str]()
         self._bad_in_a_row = 0
         self._shares = tuple(f"share/{source}" for source in run.options.part_ends)
         objective, warmup = run.step.objective, run.step.schedules.warmup_steps
@@ -244,21 +235,16 @@ class Reports:
         self.clock.read()
         self._began = time.monotonic(), self._run.step.applied_steps
 
-    def loaded(self, unreadable: Sequence[str], notes: list[str]) -> None:
-        """Collect this rank's unreadable images, and the notes of its loader."""
-        self._unreadable.update(unreadable)
-        self._notes += notes
-
     def report_unreadable(self) -> None:
         """Gather notes and unreadable images of all ranks; name and count each once. Raises DataError for too many."""
         run, seen = self._run, self._run.state.bad_images
-        gathered = distributed.gather_objects((sorted(self._unreadable - seen), self._notes))
-        self._unreadable, self._notes = set(), []
+        gathered = distributed.gather_objects((sorted(self.unreadable - seen), self.notes))
+        self.unreadable, self.notes = set(), []
         for rank, (_, notes) in enumerate(gathered):
             self._log.info(*(f"note     rank {rank}: {note}" for note in notes))
         for name in sorted({name for names, _ in gathered for name in names}):
             seen.add(name)
-            detail = len(seen) > _SHOWN
+            detail = len(seen) > 5  # log.txt names them all
             self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", detail, name=name))
         position, fraction = run.state.position, run.options.max_bad_fraction
         drawn = run.options.images if position.epoch else position.samples  # after an epoch, those it left out too
@@ -318,12 +304,12 @@ class Reports:
             self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
 
     def foretell(self) -> None:
-        """Say once, seconds after the first step, how long the run will take, if that is a minute or more, and how to
+        """Say once, 5 seconds after the first step, how long the run will take, if that is a minute or more, and how to
         train for a quarter of it. Until then call this after each step."""
         run, done, now = self._run, self._run.step.applied_steps, time.monotonic()
         self._after_first = self._after_first or (now, done)  # the first step takes longer than others
         seconds, steps = now - self._after_first[0], done - self._after_first[1]
-        if self._foretold or seconds < _SOON:
+        if self._foretold or seconds < 5.0:
             return
         self._foretold, left = True, (run.options.last_step - done) * seconds / steps
         images = run.options.last_step * run.options.global_batch // 4
@@ -341,13 +327,17 @@ class Reports:
         self.report_unreadable()
         predicted = self._run.options.predicted_gib
         by_rank = distributed.gather_objects(resident_gib())  # ranks are numbered machine by machine
+        save = {}
+        if cost := self._saver.saving.cost:  # of the last checkpoint of this process
+            save = {"save_seconds": cost.seconds, "save_stall_seconds": cost.stall_seconds}
+            save |= {"checkpoint_gib": cost.bytes / 2**30}
         record = {
             **self._describe_step(means, schedule),
             **speed,
             "host_memory_gib": sum(by_rank[: distributed.local_world_size()]),
             "host_free_gib": host_memory_gib()[1],
-            **self._saver.metrics(),
-            "memory_gib": memory_gib(),
+            **save,
+            "memory_gib": process.memory_gib(),
             **({} if predicted is None else {"memory_predicted_gib": predicted}),
         }
         texts = [alarm.look(record["step"], *(record[name] for name in names)) for names, alarm in self._collapse]
@@ -360,7 +350,7 @@ class Reports:
             self._log.info(f"warning  {part} of the images are of one color (constant_images of metrics.jsonl)")
         self._log.info(*filter(None, texts))
 
-    def _describe_step(self, means: dict[str, float], schedule: ScheduleValues) -> dict[str, Any]:
+    def _describe_step(self, means: dict[str, float], schedule: schedules.ScheduleValues) -> dict[str, Any]:
         """The metrics of training: progress, losses, schedules, gradient, skipped steps and bad images."""
         run, objective = self._run, self._run.step.objective
         return {
@@ -386,7 +376,7 @@ class Reports:
 
     def _show_progress(self, record: dict[str, Any]) -> None:
         run, step, waits = self._run, record["step"], record["data_wait_fraction"]
-        waiting = f", waits for data {100 * waits:.0f} % of the time" if waits > _LONG_WAIT else ""
+        waiting = f", waits for data {100 * waits:.0f} % of the time" if waits > 0.1 else ""
         if waiting and not self._said_wait:
             self._said_wait = True
             waiting += " (dino-ds bench tune finds the loader processes that help)"

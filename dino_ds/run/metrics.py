@@ -61,7 +61,7 @@ class Clock:
 
     @contextmanager
     def spending(self, on: Literal["wait", "pause"]) -> Iterator[None]:
-        """A context around the wait for the next batch, or a pause for what is not training, such as an evaluation."""
+        """A context around the wait for a batch, or around what is not training, such as an evaluation."""
         begin = time.perf_counter()
         yield
         self._spent[on] += time.perf_counter() - begin
@@ -86,11 +86,10 @@ class Logger(NamedTuple):
 
 
 class RunLog:
-    """Writes the growing files of a run folder, and the console.
+    """Writes the growing files of a run folder, and the console, with details if `verbose`.
 
     On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` get the numbers
     too; one that fails is dropped. `tell` is called with every line of metrics.jsonl.
-    verbose: whether the console shows details too.
     """
 
     def __init__(
@@ -228,11 +227,8 @@ def _keep_lines_until(path: Path, step: int) -> None:
 
 
 def open_loggers(ds: Mapping[str, Any], run_dir: Path, run_id: str) -> tuple[list[Logger], list[str]]:
-    """Open the loggers that a ds config enables, on rank 0 only; a resumed run continues under its `run_id`. Returns
-    them, and a warning for a trackio server that can't be reached, without which the run trains.
-
-    Raises ConfigError for a package that is not installed, and for W&B if it does not start.
-    """
+    """Open the loggers that a ds config enables, on rank 0 only, and return warnings, as for a trackio server that
+    can't be reached. Raises ConfigError for a package that is not installed, and for W&B if it does not start."""
     loggers, warnings = list[Logger](), list[str]()
     for name, opener in zip(LOGGERS, (_open_wandb, _open_trackio), strict=True):
         if distributed.rank() != 0 or not ds.get(name, {}).get("enabled"):
@@ -296,8 +292,7 @@ _HINTS = {
 
 
 class _Alarm:
-    """Reports a symptom once it has lasted for WINDOWS lines of metrics, and again only after a recovery. It never
-    stops a run."""
+    """Reports a symptom once it has lasted for WINDOWS lines of metrics, and again only after a recovery."""
 
     def __init__(self) -> None:
         self._windows, self._kind = 0, ""
@@ -316,11 +311,8 @@ class CollapseAlarm(_Alarm):
 
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
     -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
-    targets are normal before the end of the learning rate's warm-up.
-
-    Sinkhorn-Knopp gives equal rows uniform targets, and so a constant output shows as these.
-
-    rows: what has one target each, an image or a patch.
+    targets are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as
+    these. rows: what has one target each, an image or a patch.
     """
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
@@ -351,7 +343,6 @@ class SpreadAlarm(_Alarm):
         self._name, self._warmup_steps = name, warmup_steps
 
     def look(self, step: int, spread: float) -> str:
-        """The alarm's line when it starts, else "". `spread` is the mean since the last line of metrics."""
         kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
         hint = "lower optimizer.lr, lengthen optimizer.warmup or raise data.global_batch"
         symptom = f"the student gives every image the same feature ({self._name} {spread:.3f} of 1); {hint}"
@@ -364,16 +355,13 @@ its weight on this distance 0.14 was reached, where ridge was below the start (d
 
 
 class DriftAlarm:
-    """Warns of features that leave those of the weights that a run started from: this needs no labels.
-
-    `ended` says why the run ends: the distance is above `most`, if this is not None. "" before.
-    """
+    """Warns of features that leave those of the weights that a run started from. `ended` says why the run ends, ""
+    before: their distance is above `most`."""
 
     def __init__(self, most: float | None = None) -> None:
         self._on, self._most, self.ended = False, most, ""
 
     def look(self, step: int, distance: float) -> str:
-        """The warning when the distance comes above FAR, else "". `distance` is the mean since the last line."""
         if self._most is not None and distance > self._most:
             self.ended = f"eval.stop_after: preserve_loss {distance:.3f} is above {self._most:g}"
         was_on, self._on = self._on, distance > FAR

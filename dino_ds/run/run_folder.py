@@ -28,12 +28,10 @@ from dino_ds import __version__
 from dino_ds.basics.files import discard, discard_left_over, hash_code, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER, did_you_mean, sidecar_of, step_name
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE, Manifest, write_tensors
-from dino_ds.config import stages
+from dino_ds.config import fields, schema, stages
 from dino_ds.config.ds_schema import DsConfig, offloads_optimizer, offloads_weights
-from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import flat_values, flatten
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.engine import distributed
@@ -45,18 +43,14 @@ from dino_ds.method.specs.own import code_of
 from dino_ds.models.trained import merged
 from dino_ds.weights.sidecar import about_teacher, open_checkpoint, read_sidecar, write_with_sidecar
 
-_IMAGES = "images"
-"""The name of the images in --allow_change."""
-_PROBES = 500
+_IMAGES = "images"  # their name in --allow_change
 _FILES = (
     *("config.yaml", "ds_config.json", stages.ENVIRONMENT, "metrics.jsonl", "log.txt", "events.jsonl"),
     *("teacher.safetensors", "teacher.json", BEST_TEACHER, "best_teacher.json", "evaluations.json"),
     "bad_batches.jsonl",
 )
 _FOLDERS = ("checkpoints", "tensorboard", "pictures")
-_SECONDS_TO_SEE = 40.0
 _PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
-_MOST_STARTS = 200
 _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 """Launchers, and for each an environment variable of a rank that no other launcher sets."""
 
@@ -70,16 +64,14 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
 
 
-def _moved(old: Schedules, new: Schedules, step: int) -> str:
-    """The differences between the schedules from `step` on, in words, or "" without any."""
+def _first_difference(old: Schedules, new: Schedules, step: int) -> int | None:
+    """The first step from `step` on at which the schedules differ, among their edges and steps between."""
     last = max(old.steps, new.steps, step + 1)
     lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
     ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
-    edges = {edge for end in ends for edge in (end - 1, end)}
-    places = sorted({*range(step, last, max(1, (last - step) // _PROBES)), *(e for e in edges if step <= e < last)})
-    first = next((probe for probe in places if old.at(probe) != new.at(probe)), None)
-    parts = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
-    return "; ".join(parts + ([] if first is None else [f"schedules differ from step {first} on"]))
+    edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
+    places = sorted({*range(step, last, max(1, (last - step) // 500)), *edges})
+    return next((place for place in places if old.at(place) != new.at(place)), None)
 
 
 def describe_images(source: Source, root: str | None) -> ImageSet:
@@ -104,8 +96,8 @@ def check_same_start(run_dir: Path, recipe: Recipe, ds: Mapping[str, Any]) -> No
     Paths may differ, as those of a disk may by machine; images are compared by content later.
     """
     mine: dict[str, Any] = {**versions(), "the code of dino_ds": hash_code(), "the run folder's name": run_dir.name}
-    mine |= {key: value for key, value in flat_values(recipe).items() if key not in stages.path_keys()}
-    mine |= {f"ds.{key}": value for key, value in flatten(dict(ds)).items()}
+    mine |= {key: value for key, value in schema.flat_values(recipe).items() if key not in stages.path_keys()}
+    mine |= {f"ds.{key}": value for key, value in schema.flatten(dict(ds)).items()}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
     starts = distributed.gather_objects((socket.gethostname(), digest))
     first_host, expected = starts[0]
@@ -130,12 +122,9 @@ class TeacherFiles:
     distilled: dict[str, Any] | None
 
     def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None:
-        """Write teacher.safetensors and teacher.json. Raises OSError.
-
-        teacher.safetensors has the backbone after `step` steps, in FP32, under timm's names, with adapters merged.
-        teacher.json says how the teacher was made and from what it was distilled.
-        best: facts of the best teacher; if they are given, the files are best_teacher.* instead.
-        """
+        """Write the backbone after `step` steps to teacher.safetensors, in FP32, under timm's names, with adapters
+        merged, and to teacher.json how it was made; to best_teacher.* if `best`, the facts of the best teacher, is
+        given. Raises OSError."""
         facts, name = about_teacher(self.recipe, self.distilled, step, versions()), "teacher.safetensors"
         if best is not None:
             facts["best"], name = {key: best[key] for key in ("metric", "value", "start")}, BEST_TEACHER
@@ -149,8 +138,8 @@ class TeacherFiles:
     ) -> list[str]:
         """Make the best teacher's file agree with a run that continues at step `start`; returns lines for the log.
 
-        If the file is not of the step of `best`, as after a crash or a full disk, `exported` takes the teacher from the
-        checkpoint of that step. Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
+        If it is not of the step of `best`, as after a crash, `exported` takes the teacher from that step's checkpoint.
+        Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
         """
         there, step = best_step(self.path), best["step"]
         folder = self.path / "checkpoints" / step_name(step or 0)
@@ -179,7 +168,7 @@ def best_step(run: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def earlier_recipe(path: Path, resume: Resume) -> Recipe | None:
+def earlier_recipe(path: Path, resume: fields.Resume) -> Recipe | None:
     """The recipe of the resumed run, with the image settings that it began with; None if it can't be read."""
     try:
         return stages.load_run_recipe(path) if stages.holds_run(path) and resume is not False else None
@@ -190,15 +179,15 @@ def earlier_recipe(path: Path, resume: Resume) -> Recipe | None:
 class RunFolder:
     """The run folder as a start finds it: it holds a run already, or one begins there with `recipe` and `config`.
 
-    allow_change: comma-separated keys whose values may differ from those of the checkpoint. Raises ConfigError if
-    `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown key.
+    Raises ConfigError if `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown
+    key in `allow_change`.
     """
 
     images: ImageSet
     """Those of this start."""
 
     def __init__(
-        self, path: Path, recipe: Recipe, config: DsConfig, resume: Resume, allow_change: str | None = None
+        self, path: Path, recipe: Recipe, config: DsConfig, resume: fields.Resume, allow_change: str | None = None
     ) -> None:
         self.path, self.recipe, self.config = path, recipe, config
         stages.check_may_begin(path, resume)
@@ -214,7 +203,7 @@ class RunFolder:
         self._allowed = set() if allow_change is None else {key.strip() for key in allow_change.split(",")}
         known = {*self._learned(), _IMAGES}
         for key in sorted(self._allowed - known):
-            free = stages.is_free(key) and key in flat_values(recipe)
+            free = stages.is_free(key) and key in schema.flat_values(recipe)
             reason = "it may change freely, leave it out" if free else "it is not a key of the recipe"
             raise ConfigError(f"--allow_change {key}: {reason}.{'' if free else did_you_mean(key, known)}")
         check_place(path)
@@ -234,7 +223,7 @@ class RunFolder:
 
     def changed(self, saved: Manifest) -> dict[str, str]:
         """The settings that change what is learned and differ from a checkpoint's, in words by dotted name."""
-        before = flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
+        before = schema.flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
         return stages.changed_settings(before, self._learned(), self.began_in)
 
     def check(self, saved: Manifest) -> None:
@@ -260,10 +249,13 @@ class RunFolder:
                 f"{saved.step}: bring them back, or accept with --allow_change {_IMAGES}"
             )
         old, new = (build_schedules(self.recipe, max(1, some.count // data.global_batch)) for some in (before, now))
-        if moved := _moved(old, new, saved.step):
+        moved = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
+        if (first := _first_difference(old, new, saved.step)) is not None:
+            moved.append(f"schedules differ from step {first} on")
+        if moved:
             raise CheckpointError(
                 f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them: "
-                f"{moved}; accept with --allow_change {_IMAGES}, or bring the images back"
+                f"{'; '.join(moved)}; accept with --allow_change {_IMAGES}, or bring the images back"
             )
 
     def image_notes(self, saved: Manifest) -> list[str]:
@@ -362,21 +354,14 @@ def write_description(folder: RunFolder) -> None:
             except OSError as error:
                 raise unwritable(f"run folder {path}", error) from None
     with distributed.raise_on_all_ranks():
-        if not _becomes_visible(path / "config.yaml"):
-            raise ConfigError(
-                f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
-                "put --run_dir on a disk that all machines share"
-            )
-
-
-def _becomes_visible(path: Path) -> bool:
-    """Whether a file of another machine becomes visible in time: NFS caches its absence for half a minute."""
-    end = time.monotonic() + _SECONDS_TO_SEE
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
+        end = time.monotonic() + 40  # NFS caches the absence of another machine's file for half a minute
+        while not (path / "config.yaml").exists():
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
+                    "put --run_dir on a disk that all machines share"
+                )
+            time.sleep(0.2)
 
 
 @functools.cache
@@ -405,7 +390,7 @@ def _describe_environment(run_dir: Path) -> dict[str, Any]:
     try:
         starts = [
             {name: start.get(name, "") for name in this_start}
-            for start in json.loads((run_dir / stages.ENVIRONMENT).read_text())["starts"][-_MOST_STARTS:]
+            for start in json.loads((run_dir / stages.ENVIRONMENT).read_text())["starts"][-200:]
             if isinstance(start, dict)
         ]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):

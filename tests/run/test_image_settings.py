@@ -18,25 +18,20 @@ from safetensors.torch import load_file
 
 import dino_ds
 from dino_ds.checkpoint.manifest import read_manifest
-from dino_ds.commands import embed, evaluate
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization, Stated, with_image_settings
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.tracking import read_results
 from dino_ds.models.foreign import build_backbone
-from dino_ds.options.definition import EmbedOptions, EvalOptions, PicturesOptions
-from dino_ds.report import pictures
+from dino_ds.weights import frozen, sidecar
 from dino_ds.weights.export import FORMATS
-from dino_ds.weights.frozen import stated_images
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import adapt_convolution
 from tests.data.files import Arrays, tiff
 from tests.ranks import run_on_ranks
-from tests.run import test_stages
+from tests.run import test_resume, test_stages
 from tests.run.harness import TINY, image_folder, log_of, losses_of, train_alone, train_tiny
-from tests.run.test_resume import assert_same_checkpoint
 from tests.sample import sampled
 from tests.weights.test_weights import _backbone
 
@@ -94,7 +89,7 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
                 model.features(wrong)
     with pytest.raises(ConfigError, match=r"no data.value_range was given or found\); this model was trained on 8-bit"):
         _backbone().preprocess(Image.fromarray(deep))
-    content = read_sidecar(tmp_path / "copy.safetensors")
+    content = sidecar.read_sidecar(tmp_path / "copy.safetensors")
     for wrong in ("0,4095", [1], [3, 2], ["a", 1], [0, 10**400], None):
         (tmp_path / "copy.json").write_text(json.dumps({**content, "value_range": wrong}))
         with pytest.raises(CheckpointError, match="unusable value_range"):
@@ -102,17 +97,14 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
 
 
 def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path):
-    given = dict.fromkeys(("source", "root", "test_root", "benchmark_root", "size", "temperature", "images", "out"))
-    given |= {"evals": ("knn",), "k": (5,), "workers": 0, "json": True}
     trained = read_results(run / "evaluations.json")["knn"]["results"]
-    result = evaluate.run(EvalOptions(model=str(run), **given))
-    assert result.data["results"]["knn"]["results"] == pytest.approx(trained)
+    found = dino_ds.evaluate(run, k=(5,), workers=0)
+    assert found["results"]["knn"]["results"] == pytest.approx(trained)
     # A model of 8-bit images gets a range for these, which is said.
-    FORMATS["safetensors"](_backbone(), tmp_path / "other.safetensors")
-    named = {"root": str(run.parent / "images"), "test_root": str(run.parent / "test")}
-    result = evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
-    assert "values 0 to 4095; data.value_range 0,4095" in "".join(result.notes)
-    pictures.run(PicturesOptions(model=str(run), out=str(tmp_path), only=("pca",), json=True))
+    FORMATS["safetensors"](_backbone(), other := tmp_path / "other.safetensors")
+    with pytest.warns(UserWarning, match="values 0 to 4095; data.value_range 0,4095"):
+        dino_ds.evaluate(other, root=run.parent / "images", test_root=run.parent / "test", k=(5,), workers=0)
+    dino_ds.pictures(run, out=tmp_path, only="pca")
     assert len(list(tmp_path.glob("*.png"))) == 1
 
 
@@ -158,9 +150,7 @@ def bands_of(tmp_path_factory):
         tifffile.imwrite(folder / f"{i:02d}.tif", values, photometric="minisblack", planarconfig=how)
     changes = {**CHANGES, "eval.every": "2 steps", "eval.root": str(bands_of / "images"), "eval.k": "3"}
     changes["eval.pictures_every"] = "2 steps"
-    assert run_on_ranks(train_tiny, bands_of / "images", bands_of / "run", max_steps=2, changes=changes, world=1) == [
-        None
-    ]
+    assert train_alone(bands_of / "images", bands_of / "run", max_steps=2, changes=changes) is None
     return bands_of
 
 
@@ -171,11 +161,7 @@ def test_features_are_equal_wherever_they_come_from(bands_of, tmp_path):
     arrays = torch.stack([model.preprocess(bands(int(path.stem))) for path in paths])
     assert torch.equal(images, arrays) and images.shape == (3, 6, 32, 32)
     expected = model.features(images)
-    named = dict.fromkeys(("source", "size", "batch", "workers"))
-    given = {**named, "root": str(bands_of / "images"), "out": str(tmp_path / "x.npy"), "what": "cls"}
-    given |= {"half": False, "json": True, "batch": 16, "workers": 0}
-    embed.run(EmbedOptions(model=str(bands_of / "run"), **given))
-    rows = torch.from_numpy(np.load(tmp_path / "x.npy"))
+    rows = torch.from_numpy(dino_ds.embed(bands_of / "run", bands_of / "images", workers=0).features)
     assert rows.shape == (16, 32)
     torch.testing.assert_close(rows[:3], expected, rtol=0, atol=1e-5)
     for form, name in (("safetensors", "copy.safetensors"), ("timm", "timm")):
@@ -184,18 +170,6 @@ def test_features_are_equal_wherever_they_come_from(bands_of, tmp_path):
         assert again.normalization == model.normalization
         torch.testing.assert_close(again.features(images), expected, rtol=0, atol=1e-5)
     assert torch.equal(dino_ds.load(tmp_path / "copy.safetensors").preprocess(paths[0]), images[0])
-
-
-def test_images_are_prepared_by_the_run_s_mean_and_deviation(bands_of, tmp_path):
-    about = json.loads((bands_of / "run/teacher.json").read_text())
-    assert about["mean"] == list(MEAN) and about["std"] == list(STD)
-    model = dino_ds.load(bands_of / "run")
-    pixels = model.preprocess(np.full((40, 48, 6), 1638, np.uint16))
-    expected = (1638 / 4095 - np.array(MEAN)) / STD
-    torch.testing.assert_close(pixels.mean((1, 2)), torch.tensor(expected).float(), rtol=0, atol=1e-4)
-    FORMATS["timm"](model, tmp_path / "timm")
-    config = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
-    assert config["mean"] == list(MEAN) and config["std"] == list(STD)
 
 
 PATCHES = "patch_embed.proj.weight"
@@ -259,7 +233,7 @@ def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     shutil.rmtree(rgb)
     assert run_on_ranks(train_tiny, rgb_place / str(count), parts, ds, 3, True, changes) == [None] * 2
-    assert_same_checkpoint(parts, whole, 3)
+    test_resume.assert_same_checkpoint(parts, whole, 3)
     assert log_of(parts).count("adapted from") == 1
 
 
@@ -299,7 +273,7 @@ def test_each_start_takes_what_is_known(weights, channels, bits, says, key):
     changes = user if says == "user" else {} if says is None else {key: str(weights / f"{says}.safetensors")}
     recipe = _recipe(channels, **changes)
     images = Arrays(*[_pixels(i, channels, bits) for i in range(8)])
-    found, notes = with_image_settings(recipe, images, stated=lambda: stated_images(recipe))
+    found, notes = with_image_settings(recipe, images, stated=lambda: frozen.stated_images(recipe))
     mean, said = found.data.mean, [note for note in notes if note.startswith("mean ")]
     assert found.data.known_range == (None if bits == 8 else (0, 65535))
     takes = says in SAID and (channels == says or {channels, says} == {1, 3})

@@ -21,7 +21,7 @@ from tests.run.harness import image_folder, log_of, losses_of, read_metrics, tra
 from tests.sample import sampled
 
 GOOD_STEPS = 2
-KEPT = drawing("Buffer", "InModule", "Plain", "OwnGenerator")
+KEPT = drawing("Buffer", "Mixed")
 SCALE = {"fp16.initial_scale_power": "4", "fp16.hysteresis": "1"}
 CELLS = [
     ("zero0_fp32.json", "nan"),

@@ -14,27 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.engine import distributed
-from dino_ds.engine.engine import Progress
+from dino_ds.engine import distributed, engine
 from dino_ds.method.step import TrainingStep
 from tests.ranks import run_on_ranks
-from tests.run.harness import (
-    MASKED,
-    copy_until,
-    image_folder,
-    log_of,
-    losses_of,
-    read_manifest,
-    read_metrics,
-    train_alone,
-    train_tiny,
-    whole_tensors,
-)
+from tests.run import harness
+from tests.run.harness import copy_until, image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
 
 
 def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
     """To the last bit: student, optimizer, teacher, center and position; they may differ in the id of the run alone."""
-    mine, other = read_manifest(ours, step), read_manifest(theirs, step)
+    mine, other = harness.read_manifest(ours, step), harness.read_manifest(theirs, step)
     for key in ("run_id", "crc32"):
         assert mine.pop(key) and other.pop(key)
     for name in mine.pop("files").keys() | other.pop("files").keys():
@@ -45,7 +34,7 @@ def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-DINOV2 = MASKED | {
+DINOV2 = harness.MASKED | {
     "objective.koleo_weight": "0..0.1 over 6 steps",
     "ibot_head.learned_lengths": "true",
     "optimizer.layer_decay": "0.8",
@@ -81,14 +70,14 @@ def test_resumed_run_is_bit_identical(tmp_path, ds, objective):
 def test_from_the_checkpoint_of_a_step(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     changes = {"save_every": "1 steps"}
-    run_on_ranks(train_tiny, root, run, max_steps=4, changes=changes, world=1)
+    train_alone(root, run, max_steps=4, changes=changes)
     before = losses_of(run)
     assert read_metrics(run)[2].keys() >= {"save_seconds", "save_stall_seconds", "checkpoint_gib"}
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')  # a process has died while it wrote
-    message = run_on_ranks(train_tiny, root, run, max_steps=4, resume=9, changes=changes, world=1)[0]
+    message = train_alone(root, run, max_steps=4, resume=9, changes=changes)
     assert "checkpoint of step 9 not found in" in message and "found: 2, 3, 4" in message
-    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=2, changes=changes, world=1) == [None]
+    assert train_alone(root, run, max_steps=3, resume=2, changes=changes) is None
     assert losses_of(run) == before[:3]
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"step_00000002", "step_00000003", "aside_step_00000004", "latest"}
@@ -112,7 +101,7 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     place = tmp_path_factory.mktemp("refusals")
-    run_on_ranks(train_tiny, image_folder(place / "images"), place / "run", max_steps=1, world=1)
+    train_alone(image_folder(place / "images"), place / "run", max_steps=1)
     return place / "run"
 
 
@@ -151,9 +140,9 @@ def begun(tmp_path_factory):
     """Images; a run of 3 steps; and it resumed for 2 more with nothing changed."""
     place = tmp_path_factory.mktemp("begun")
     root = image_folder(place / "images")
-    run_on_ranks(train_tiny, root, place / "run", max_steps=3, world=1)
+    train_alone(root, place / "run", max_steps=3)
     shutil.copytree(place / "run", place / "same")
-    assert run_on_ranks(train_tiny, root, place / "same", max_steps=5, resume=True, world=1) == [None]
+    assert train_alone(root, place / "same", max_steps=5, resume=True) is None
     return place
 
 
@@ -233,7 +222,7 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
         begun.extend(inputs.drop_keys.tolist())
         before = step.applied_steps
         out = micro_batch(step, inputs, *others)
-        if out.progress is not Progress.ACCUMULATING:
+        if out.progress is not engine.Progress.ACCUMULATING:
             seen.append((before, begun.copy()))
             begun.clear()
         return out
@@ -281,7 +270,7 @@ def test_resume_under_another_setup(tmp_path, pair):
     root, straight, parts = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "parts"
     before.train(root, straight, SAVED_AT + MORE)
     copy_until(SAVED_AT, straight, parts)
-    saved = _sums(whole_tensors(parts, SAVED_AT))
+    saved = _sums(harness.whole_tensors(parts, SAVED_AT))
     after.train(root, parts, SAVED_AT + MORE, resume=True)
 
     loaded = json.loads(Path(f"{parts}-0-from-{SAVED_AT}.json").read_text())["loaded"]

@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from dino_ds.cli import main as cli
-from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config import ds_config, loading
 from dino_ds.errors import OutOfMemory, is_out_of_memory
 from dino_ds.evals import linear
 from dino_ds.health.beat import Beat
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.guards import CallersStopRequests, MemoryGuard, StopRequests
-from dino_ds.run.metrics import RunLog
+from dino_ds.run import guards, metrics
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
 
@@ -84,7 +82,7 @@ def test_the_end_of_a_terminal_stops_the_run_unless_nohup_ignores_it(ignored, of
         asked.append("end at once")
         raise SystemExit  # of the thread that hears signals
 
-    wanted = CallersStopRequests(beat) if of_a_program else StopRequests(beat, asked.append, end_at_once)
+    wanted = guards.CallersStopRequests(beat) if of_a_program else guards.StopRequests(beat, asked.append, end_at_once)
     signal.signal(signal.SIGHUP, handler)
     try:
         with wanted as stop:
@@ -104,14 +102,14 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(tmp_path, monkeypatch
     """Later lines are in log.txt only; the process' own output goes nowhere once a stop was requested."""
     there, here = pty.openpty()
     kept = os.dup(2)
-    log = RunLog(tmp_path, 0)
+    log = metrics.RunLog(tmp_path, 0)
     try:
         os.dup2(here, 2)
         with monkeypatch.context() as patch, open(2, "w", closefd=False) as terminal:
             patch.setattr(sys, "stderr", terminal)
             os.close(there)
             log.info("saved")
-            stop = StopRequests(Beat(), print, print)
+            stop = guards.StopRequests(Beat(), print, print)
             stop.install(lambda: None)
             stop.request("SIGHUP")
             assert os.write(2, b"stopped") == 7
@@ -152,10 +150,10 @@ def test_what_is_out_of_memory(error, memory):
 
 
 def _said(where: tuple[str, str], error: Exception, ds: str = "zero2_bf16", kind: str = "adamw") -> str:
-    recipe, path = load_recipe("vits16", {"optimizer.kind": kind}), f"ds_configs/{ds}.json"
+    recipe, path = loading.load_recipe("vits16", {"optimizer.kind": kind}), f"ds_configs/{ds}.json"
     beat = Beat()
-    guard = MemoryGuard(beat)
-    guard.expect(recipe, resolve_ds_config(load_ds_config(path, {}), path, 512, 4), 12.345)
+    guard = guards.MemoryGuard(beat)
+    guard.expect(recipe, ds_config.resolve_ds_config(ds_config.load_ds_config(path, {}), path, 512, 4), 12.345)
     beat.enter(where[0], 7)
     beat.enter_part(where[1])
     with pytest.raises(OutOfMemory) as raised, guard.explain():
@@ -191,10 +189,10 @@ def test_the_flags_it_names_exist_and_accumulate_in_fp32(ds):
     words = f"--ds.{said.partition('--ds.')[2].partition(',')[0]}".split()
     flags = dict(zip(words[::2], words[1::2], strict=True))
     flags = {name.removeprefix("--ds."): value for name, value in flags.items()}
-    changed = change_ds_config(load_ds_config(f"ds_configs/{ds}.json", {}), "x", flags)
-    config = resolve_ds_config(changed, "x", 512, 4)
+    changed = ds_config.change_ds_config(ds_config.load_ds_config(f"ds_configs/{ds}.json", {}), "x", flags)
+    config = ds_config.resolve_ds_config(changed, "x", 512, 4)
     assert config.micro_batch == 64 and config.raw["data_types"]["grad_accum_dtype"] == "fp32"
-    change_recipe(load_recipe("vits16", {}), {"save_in_background": "false", "eval.every": "0 steps"})
+    loading.change_recipe(loading.load_recipe("vits16", {}), {"save_in_background": "false", "eval.every": "0 steps"})
 
 
 def test_another_command_ends_with_the_code_of_memory_too(monkeypatch, capsys):
