@@ -26,8 +26,7 @@ from dino_ds.cli.main import call, check_software, prepare, restored_process, re
 from dino_ds.commands.embed import Embeddings
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
-from dino_ds.options.commands import COMMANDS, TRAIN
-from dino_ds.options.flags import parse_keywords
+from dino_ds.options import commands, flags
 
 if TYPE_CHECKING:
     from dino_ds.commands.curate import Curated
@@ -102,7 +101,24 @@ def train(
     named = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps, "resume": resume}
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
-    return Run(_train_here({**named, **options}, callbacks))
+    with _one_at_a_time(), restored_process():
+        read, files = prepare(commands.TRAIN, flags.parse_keywords(commands.TRAIN, {**named, **options}))
+        check_software(commands.TRAIN, read)
+        from dino_ds.run.guards import Caller
+        from dino_ds.train import train as train_in_process
+
+        caller, stopped = Caller(callbacks), ""
+        with restored_torch():
+            try:
+                train_in_process(read, **files, caller=caller)
+            except SystemExit as stop:
+                stopped = str(stop.__cause__)
+            caller.detach()
+        if caller.error is not None:
+            raise caller.error
+        if stopped:
+            raise Stopped(f"{stopped}; the same with resume=True continues it")
+        return Run(os.path.abspath(read.run_dir))  # the program may change its working folder later
 
 
 def embed(
@@ -176,7 +192,7 @@ def plan(
 def __getattr__(name: str) -> Callable[..., Any]:
     """The function of any other command, such as `look_data` and `bench_step`: its keywords are the command's options,
     its positional arguments the words without a name; it returns what the command prints with --json."""
-    command = next((c for c in COMMANDS.values() if re.sub(r"[- ]", "_", c.name) == name), None)
+    command = next((c for c in commands.COMMANDS.values() if re.sub(r"[- ]", "_", c.name) == name), None)
     if command is None:
         raise AttributeError(f"module 'dino_ds' has no attribute {name!r}")
 
@@ -191,35 +207,14 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
     """Run a command in this process and return its result; in `named`, None stands for an option that is not set."""
-    command = COMMANDS[name]
+    command = commands.COMMANDS[name]
     with restored_torch() if command.loads_torch else nullcontext():
-        result = call(command, *prepare(command, parse_keywords(command, {**named, **options})))
+        result = call(command, *prepare(command, flags.parse_keywords(command, {**named, **options})))
     if result is None:
         return None
     for note in result.notes:
         warnings.warn(note, stacklevel=3)
     return result.data if result.value is None else result.value
-
-
-def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
-    with _one_at_a_time(), restored_process():
-        options, files = prepare(TRAIN, parse_keywords(TRAIN, keywords))
-        check_software(TRAIN, options)
-        from dino_ds.run.guards import Caller
-        from dino_ds.train import train as train_in_process
-
-        caller, stopped = Caller(callbacks), ""
-        with restored_torch():
-            try:
-                train_in_process(options, **files, caller=caller)
-            except SystemExit as stop:
-                stopped = str(stop.__cause__)
-            caller.detach()
-        if caller.error is not None:
-            raise caller.error
-        if stopped:
-            raise Stopped(f"{stopped}; the same with resume=True continues it")
-        return Path(os.path.abspath(options.run_dir))  # the program may change its working folder later
 
 
 def _listed(files: Sequence[AnyPath], folder: Path) -> Path:

@@ -22,37 +22,20 @@ from contextlib import closing
 from typing import Any
 
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.config.ds_schema import ChosenDsConfig
-from dino_ds.config.loading import change_recipe
+from dino_ds.config import ds_schema, loading
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request, TrainOptions
-from dino_ds.data.image_cache import fitting_cache
-from dino_ds.data.images import Source
-from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.normalization import with_image_settings
-from dino_ds.data.sources import draws_of_its_own, training_images
-from dino_ds.engine import distributed
-from dino_ds.engine.process import init_distributed
+from dino_ds.data import image_cache, images, loader, normalization, sources
+from dino_ds.engine import distributed, process
 from dino_ds.errors import unwritable
 from dino_ds.health.monitor import longest_wait
-from dino_ds.method.build import build_prefetcher, build_step, check_start
-from dino_ds.method.frozen import check_same_teacher, describe_distillation, distilled
+from dino_ds.method import build, frozen
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.run import run_folder
-from dino_ds.run.beginning import (
-    Beginning,
-    announce,
-    check_lengths,
-    choose_beginning,
-    closing_lines,
-    loop_options,
-    unused_classes,
-)
+from dino_ds.run import beginning, metrics, run_folder
 from dino_ds.run.guards import Caller, FolderLock, guarded
 from dino_ds.run.loop import Loop
-from dino_ds.run.metrics import RunLog, open_loggers
 from dino_ds.run.run import PeriodicTask, Run, RunState, Saver
 from dino_ds.weights.frozen import stated_images
 
@@ -82,31 +65,31 @@ def train(
 
     path = Path(options.run_dir)
     with guarded(path, recipe.hang_seconds, caller) as guards:
-        init_distributed()
+        process.init_distributed()
         with FolderLock(path, guards).held() as lock:
             with lock.starting():
                 run_folder.check_same_start(path, recipe, ds)
                 with distributed.raise_on_all_ranks():
-                    source = training_images(recipe.data, recipe.eval.val_share)
+                    source = sources.training_images(recipe.data, recipe.eval.val_share)
                     recipe.check_count(len(source))
                 stated = functools.partial(stated_images, recipe)
                 earlier = functools.partial(run_folder.earlier_recipe, path, options.resume)
-                recipe, settings = with_image_settings(recipe, source, earlier, stated)
+                recipe, settings = normalization.with_image_settings(recipe, source, earlier, stated)
                 chosen = choose_ds_config(recipe, options, ds, ds_path, request)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
                 folder, notes = _open_folder(recipe, source, chosen, options, request)
                 run, saver, more_notes = _build(folder, source, options, request, chosen.predicted_gib, caller)
             with closing(run.log):
-                announce(run, folder, chosen, request, [*more_notes, *lock.notes, *notes, *settings])
+                beginning.announce(run, folder, chosen, request, [*more_notes, *lock.notes, *notes, *settings])
                 feed = functools.partial(
-                    build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
+                    build.build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
                 Loop(run, saver, guards.beat, guards.stop).run(lambda: feed(run.state.position))
-                run.log.info(*closing_lines(run, folder.recipe.model))
+                run.log.info(*beginning.closing_lines(run, folder.recipe.model))
 
 
 def _build_periodic_tasks(
-    recipe: Recipe, source: Source, epoch_steps: int
+    recipe: Recipe, source: images.Source, epoch_steps: int
 ) -> tuple[PeriodicTask | None, PeriodicTask | None]:
     """Evaluations and pictures of a run, each None where the recipe asks for none. Every rank must call it."""
     evaluations: PeriodicTask | None = None
@@ -123,7 +106,7 @@ def _build_periodic_tasks(
 
 
 def _open_folder(
-    recipe: Recipe, source: Source, chosen: ChosenDsConfig, options: TrainOptions, request: Request
+    recipe: Recipe, source: images.Source, chosen: ds_schema.ChosenDsConfig, options: TrainOptions, request: Request
 ) -> tuple[run_folder.RunFolder, list[str]]:
     """Open the run folder; returns it, and notes for the log.
 
@@ -131,20 +114,23 @@ def _open_folder(
     """
     data, config = recipe.data, chosen.config
     with distributed.raise_on_all_ranks():
-        cache_gib, notes = fitting_cache(data.cache_gib, source)
-        recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
+        cache_gib, notes = image_cache.fitting_cache(data.cache_gib, source)
+        recipe = loading.change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
         folder = run_folder.RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
         folder.config_name = request.config or folder.config_name
         if not options.allow_oversize:
             chosen.check_fits()
     folder.agree()
-    notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source), *draws_of_its_own(source)]
+    classes, asked = len(source.classes or ()), recipe.eval
+    unused = classes > 1 and not (asked.root or asked.val_share) and asked.evals == "auto" and data.own_files
+    knn = f"{classes} class folders: --eval.val_share 0.1 holds a tenth of the images out, and measures k-NN on them"
+    notes = [*getattr(source, "notes", ()), *notes, *([knn] if unused else []), *sources.draws_of_its_own(source)]
     return folder, [*dict.fromkeys(request.notes), *config.notes, *notes]
 
 
 def _build(
     folder: run_folder.RunFolder,
-    source: Source,
+    source: images.Source,
     options: TrainOptions,
     request: Request,
     predicted_gib: float | None,
@@ -156,50 +142,43 @@ def _build(
     checkpoint that can't be used, and where the disk has no room for one checkpoint.
     """
     config, batch = folder.config, folder.recipe.data.global_batch
-    epoch_steps = steps_per_epoch(len(source), batch)
-    images = run_folder.describe_images(source, folder.recipe.data.root)
-    image_comparison = run_folder.ImageComparison(folder.recipe, images, folder.allows_other_images)
+    epoch_steps = loader.steps_per_epoch(len(source), batch)
+    folder.images = run_folder.describe_images(source, folder.recipe.data.root)
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where the run begins and ends; a stage's recipe counts from its beginning.
-    begin = choose_beginning(folder, checkpoints, image_comparison, options, request)
-    recipe, max_steps = folder.recipe, options.max_steps
-    last_step = folder.last_step(epoch_steps, max_steps)
-    ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
-    begin.check_ahead(last_step, str(folder.path), ends)
-    notes = [*begin.notes, *check_lengths(recipe, epoch_steps, last_step)]
+    begin = beginning.choose_beginning(folder, checkpoints, options, request)
+    recipe, manifest = folder.recipe, begin.resumed.manifest if begin.resumed else None
+    last_step = folder.last_step(epoch_steps, options.max_steps, manifest.step if manifest else 0)
+    notes = [*begin.notes, *beginning.check_lengths(recipe, epoch_steps, last_step)]
 
     # What is learned, and what is done between steps.
     evaluations, pictures = _build_periodic_tasks(recipe, source, epoch_steps)
-    run_id = folder.adopt_run_id(begin.resumed.manifest if begin.resumed else None)
-    check_start(recipe)
+    folder.run_id = manifest.run_id if manifest else folder.run_id or folder.new_id
+    build.check_start(recipe)
     check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))
-    step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
+    step, state = build.build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += [*step.engine.config.notes, *_describe_start(begin, step, recipe)]
 
     # What is saved, and what is loaded.
-    teacher = distilled(step.teachers)
-    about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
-    description = run_folder.describe_settings(recipe, config) | about
+    teacher = frozen.distilled(step.teachers)
+    about = {"run_id": folder.run_id, "images": folder.images.to_json(), "frozen_teacher": teacher}
     files = run_folder.TeacherFiles(folder.path, recipe, teacher)
+    description = folder.settings() | about
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
-    if begin.resumed is not None:
-        manifest = begin.resumed.manifest
-        check_same_teacher(manifest, teacher)
-        notes += [
-            *run_folder.notes_on_changes(manifest, recipe, config, folder.began_in),
-            *image_comparison.notes(manifest),
-        ]
+    if manifest:
+        frozen.check_same_teacher(manifest, teacher)
+        notes += folder.notes(manifest)
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, options.verbose, caller)
-    loop = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
+    loop = beginning.loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
     run = Run(folder.path, loop, step, state, evaluations, pictures, log)
     return run, saver, [*notes, *tidied]
 
 
-def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> list[str]:
+def _describe_start(begin: beginning.Beginning, step: TrainingStep, recipe: Recipe) -> list[str]:
     """Notes on the weights that the run begins with, and on the teacher that is distilled."""
     notes = []
     if step.engine.started_from:
@@ -208,22 +187,22 @@ def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> lis
             notes.append("BatchNorm keeps the statistics of the start (teacher.batch_norm frozen)")
     elif begin.resumed is None and begin.previous is None:
         notes += [note for teacher in teachers_of(recipe) for note in teacher.notes(recipe)]
-    return [*notes, *describe_distillation(step.teachers, recipe)]
+    return [*notes, *frozen.describe_distillation(step.teachers, recipe)]
 
 
 def _open_log(
     folder: run_folder.RunFolder, saver: Saver, last_step: int, verbose: bool, caller: Caller | None
-) -> tuple[RunLog, list[str]]:
+) -> tuple[metrics.RunLog, list[str]]:
     """Make the folder this run's own, tidy it and open its log; from here on only the disk can refuse the start."""
     step = saver.step.applied_steps
     if step < last_step:
         saver.check_space()
     with distributed.raise_on_all_ranks():
-        loggers, lost = open_loggers(folder.config.raw, folder.path, str(folder.run_id))
+        loggers, lost = metrics.open_loggers(folder.config.raw, folder.path, str(folder.run_id))
     run_folder.write_description(folder)
     notes, tell = [*lost, *saver.tidy()], caller.tell if caller else None
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(folder.path, step, loggers, tell, verbose), notes
+            return metrics.RunLog(folder.path, step, loggers, tell, verbose), notes
         except OSError as error:
             raise unwritable(error.filename or folder.path, error) from None

@@ -113,7 +113,6 @@ def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
     torch.use_deterministic_algorithms(False)
     expected = read_metrics(folder / "command")
     assert _settled(found.metrics) == _settled(expected) and len(expected) == 9
-    assert [line.keys() for line in found.metrics] == [line.keys() for line in expected]
     assert told == [(line["step"], line) for line in found.metrics]
     with _other_defaults():
         before = _state()
@@ -156,7 +155,7 @@ def interruptible():
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch, interruptible):
-    monkeypatch.setattr(guards, "FORWARDED_SECONDS", 0.05)
+    monkeypatch.setattr(guards.errors, "FORWARDED_SECONDS", 0.05)
 
     def press(step, metrics, times=1):
         if step == 1:

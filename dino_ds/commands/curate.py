@@ -22,9 +22,6 @@ from dino_ds.options.definition import CurateOptions, Result
 if TYPE_CHECKING:
     from dino_ds.commands.find import Embedded
 
-_MANY_ALIKE = 0.05
-"""A group of near-duplicates with more than this part of the images is suspicious."""
-
 
 def run(options: CurateOptions) -> Result:
     """Write the folder, whole or not at all, and return what is in it. Raises UserError."""
@@ -125,7 +122,7 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     removed = len(lines) - len(sheet)
     said = f"{removed} near-duplicates of {len(sheet)} images, which are kept" if sheet else "no near-duplicates"
     curated.notes.append(f"{curated.folder}: {said}")
-    if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(vectors)):
+    if sheet and len(sheet[0]) > max(10, 0.05 * len(vectors)):
         alike = f"{len(sheet[0])} of {len(vectors)} images are one group; look at duplicates.png"
         curated.notes.append(f"warning: {alike}, and raise --duplicates, or use --duplicates auto")
 

@@ -62,12 +62,19 @@ def run(options: EmbedOptions) -> Result:
     with distributed.raise_on_all_ranks():
         mine = parts.write(describing(model, options.what), source, reading)
     bad = [text for texts in distributed.gather_objects(mine) for text in texts]
+    weights, root = os.path.expanduser(options.model), options.root
+    is_path = root is not None and ":" not in (options.source or "") and not is_url(root)
+    origin = {  # paths are made absolute, for commands that start in another folder
+        "model": os.path.abspath(weights) if os.path.exists(weights) else options.model,
+        "source": options.source,
+        "root": os.path.abspath(os.path.expanduser(root)) if root is not None and is_path else root,
+    }
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             if len(bad) == len(source):
                 shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
-            put_together(path, parts, source, _origin(options))
+            put_together(path, parts, source, origin)
     more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
     unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
     notes = [note for note in (*getattr(source, "notes", ()), *notes, unread) if note]
@@ -110,20 +117,6 @@ def facts_of_network(model: Backbone, kind: str, size: int, value_range: ValueRa
         "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
         "normalization": vars(model.normalization),
         "value_range": value_range,
-    }
-
-
-def _origin(options: EmbedOptions) -> dict[str, str | None]:
-    """Names of the network and the images, paths made absolute for commands that start in another folder.
-
-    The root of a user's own class (module:Class) and URLs stay as they are.
-    """
-    model, root = os.path.expanduser(options.model), options.root
-    is_path = root is not None and ":" not in (options.source or "") and not is_url(root)
-    return {
-        "model": os.path.abspath(model) if os.path.exists(model) else options.model,
-        "source": options.source,
-        "root": os.path.abspath(os.path.expanduser(root)) if root is not None and is_path else root,
     }
 
 

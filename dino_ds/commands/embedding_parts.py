@@ -23,8 +23,7 @@ from dino_ds.config.schema import differences
 from dino_ds.data.image_set import changed_images
 from dino_ds.data.images import Source
 from dino_ds.data.parquet import import_parquet
-from dino_ds.engine import distributed
-from dino_ds.engine.process import device
+from dino_ds.engine import distributed, process
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.evals.features import LabeledImages, Reading, fill_rows, load_batches
 
@@ -74,24 +73,20 @@ class Parts:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 np.lib.format.open_memmap(self.array, "w+", self.dtype, (self.images, *self.shape)).flush()
                 replace_file(self.about, json.dumps(now, indent=1))
-            elif differ := self._differences(read_object(self.about), now):
-                raise ConfigError(
-                    f"{self.folder} holds parts of another embedding ({differ}): remove it, or name another file with "
-                    "--out"
-                )
-            elif not self.array.exists():  # killed when the array had its final name, and the folder was still there
+                return
+            before = read_object(self.about)
+            differ = differences(before | _OPAQUE, now | _OPAQUE)
+            differ |= {"weights": "other weights"} if before.get("weights") != now["weights"] else {}
+            differ |= {"images": changes} if (changes := changed_images(before, now)) else {}
+            if differ:
+                said = f"{self.folder} holds parts of another embedding ({', '.join(differ.values())})"
+                raise ConfigError(f"{said}: remove it, or name another file with --out")
+            if not self.array.exists():  # killed when the array had its final name, and the folder was still there
                 os.replace(self.folder.with_suffix(""), self.array)
         except OSError as error:
             raise unwritable(self.folder, error, "out") from None
         except ValueError:
             raise ConfigError(f"{self.about} is damaged: remove {self.folder}") from None
-
-    def _differences(self, before: dict[str, Any], now: dict[str, Any]) -> str:
-        """Differences between two embeddings, in words; "" for none."""
-        texts = differences(before | _OPAQUE, now | _OPAQUE)
-        texts |= {"weights": "other weights"} if before.get("weights") != now["weights"] else {}
-        texts |= {"images": changes} if (changes := changed_images(before, now)) else {}
-        return ", ".join(texts.values())
 
     def write(self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading) -> list[str]:
         """Write this rank's parts that are missing. Returns texts that name the unreadable images of all its parts."""
@@ -107,7 +102,7 @@ class Parts:
                 rows, bad = self._rows(part), list[str]()
                 features = np.full((len(rows), *self.shape), np.nan, self.dtype)
                 for _ in range(0, len(rows), reading.batch):
-                    bad += fill_rows(features, next(loaded), describe, device(), rows.start)
+                    bad += fill_rows(features, next(loaded), describe, process.device(), rows.start)
                 self._save(part, features, bad)
         return [text for part in mine for text in json.loads(self._record(part).read_text())]
 

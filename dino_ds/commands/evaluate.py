@@ -10,14 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dino_ds.basics.files import read_object
-from dino_ds.basics.formatting import short
+from dino_ds.basics import files, formatting
 from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import find_model_folder
 from dino_ds.data.images import Source
 from dino_ds.data.sources import build_source, labeled_test, recipe_images, training_images
-from dino_ds.engine import distributed
-from dino_ds.engine.process import device, init_distributed
+from dino_ds.engine import distributed, process
 from dino_ds.errors import ConfigError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import range_for, recipe_of
@@ -43,16 +41,21 @@ def run(options: EvalOptions) -> Result:
     If one fails, the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
-    init_distributed()
+    process.init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options)
     for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
         preflight_eval(name, settings, lambda: (None, None))
-    _check_unused(options)
+    for name, concerned in _CONCERNS.items():
+        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
+            raise ConfigError(
+                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
+                f"add one to --evals, or leave --{name} out"
+            )
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
-        backbone = load(options.model, device())
-    context = EvalContext(backbone, settings, device(), lambda: _data(options))
+        backbone = load(options.model, process.device())
+    context = EvalContext(backbone, settings, process.device(), lambda: _data(options))
     of_images = [name for name in options.evals if name not in BENCHMARKS]
     for name in of_images:
         preflight_eval(name, settings, lambda: context.sources)
@@ -62,32 +65,30 @@ def run(options: EvalOptions) -> Result:
         left_out = [note for source in sources for note in getattr(source, "notes", ())]
         context.note([*left_out, *notes, *note_on_shared(of_images, *context.sources, "--test_root")[1]])
         context.settings = replace(settings, value_range=value_range)
+    root = options.test_root or options.root
+    data = name_images(options.source or "folder", root) if options.source or root else None  # None: the run's
     results, failure = dict[str, Any](), None
     try:
         for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
-            results[name] = _timed(name, context, backbone.about, options)
+            start = time.monotonic()
+            values = evaluate(name, context)
+            results[name] = describe_result(name, context, values, time.monotonic() - start, backbone.about, data)
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
-                    _write({name: results[name]}, options.model, options.out)
+                    for path in _places(options.model, options.out):
+                        try:
+                            write_results(path, {name: results[name]})
+                        except (OSError, ValueError) as error:
+                            raise _not_written(path, error) from None
     except BaseException as error:  # the results before a failed evaluation are kept
         if not results:
             raise
         failure = error
-    seconds, values = time.monotonic() - began, as_json(results)
-    metrics = {metric: value for result in values.values() for metric, value in result["results"].items()}
+    seconds, found = time.monotonic() - began, as_json(results)
+    metrics = {metric: value for result in found.values() for metric, value in result["results"].items()}
     about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
     page = _page(results, context, backbone.source, seconds)
-    return Result({**about, "metrics": metrics, "results": values}, page, context.notes, error=failure)
-
-
-def _check_unused(options: EvalOptions) -> None:
-    """Raises ConfigError for an option that affects none of the chosen evaluations."""
-    for name, concerned in _CONCERNS.items():
-        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
-            raise ConfigError(
-                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
-                f"add one to --evals, or leave --{name} out"
-            )
+    return Result({**about, "metrics": metrics, "results": found}, page, context.notes, error=failure)
 
 
 def _settings(options: EvalOptions) -> Settings:
@@ -96,15 +97,6 @@ def _settings(options: EvalOptions) -> Settings:
     values = {"ks": options.k, **{name: getattr(options, name) for name in names}}
     values["benchmark_root"] = Path(os.path.expanduser(options.benchmark_root)) if options.benchmark_root else None
     return Settings(**{name: value for name, value in values.items() if value is not None})
-
-
-def _timed(name: str, context: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
-    start = time.monotonic()
-    values = evaluate(name, context)
-    seconds = time.monotonic() - start
-    source, root = options.source, options.test_root or options.root
-    data = name_images(source or "folder", root) if source or root else None  # None: the run's
-    return describe_result(name, context, values, seconds, about, data)
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
@@ -125,21 +117,13 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
     return train, build_source(source, test_root or root, "test", False)
 
 
-def _write(results: dict[str, Any], model: str, out: str | None) -> None:
-    for path in _places(model, out):
-        try:
-            write_results(path, results)
-        except (OSError, ValueError) as error:
-            raise _not_written(path, error) from None
-
-
 def _check_places(options: EvalOptions) -> None:
     """Check that results can be written, before evaluations that may take hours, and that none in `out` would be
     replaced. Raises ConfigError."""
     paths = _places(options.model, options.out)
     for path in paths:
         try:
-            entries = read_object(path) if path.is_file() else {}
+            entries = files.read_object(path) if path.is_file() else {}
             is_named = options.out is not None and path is paths[0]
             if is_named and not entries.keys() <= EVALUATIONS.keys():
                 raise ValueError("it holds something else than results of dino-ds eval")
@@ -171,5 +155,5 @@ def _page(results: dict[str, Any], context: EvalContext, model: str, seconds: fl
     lines = [f"{model}: {', '.join(sets + chance) or 'images of a protocol'}"]
     for name, result in results.items():
         lines.append(f"{name} ({result['seconds']:.1f} s)")
-        lines += [f"  {key:<24}{short(value, 4):>10}" for key, value in result["results"].items()]
+        lines += [f"  {key:<24}{formatting.short(value, 4):>10}" for key, value in result["results"].items()]
     return "\n".join([*lines, f"{seconds:.1f} s; {host_line(describe_host())}"])

@@ -6,8 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from dino_ds.basics.files import check_absent, left_over, why_not_writable
-from dino_ds.basics.names import sidecar_of
+from dino_ds.basics import files, names
 from dino_ds.config.stages import find_model_folder
 from dino_ds.errors import ConfigError
 from dino_ds.options.definition import ExportOptions, Result
@@ -53,21 +52,17 @@ def check(options: ExportOptions) -> Path:
         path = find_model_folder(options.model).place("teacher", ending)
     else:
         path = source.with_name(source.stem + ending)
-    _check_place(source, options.format, path)
-    if options.format == "onnx" and importlib.util.find_spec("onnxscript") is None:
-        raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
-    return path
-
-
-def _check_place(source: Path, format: str, path: Path) -> None:
     exported = [file for file in (source, source / "teacher.safetensors") if file.exists()]
     if path.exists() and any(map(path.samefile, exported)):
         raise ConfigError(f"{path} is the file to export: copy it, or name another file with --out")
-    if format != "timm" and path.suffix != f".{format}":
-        raise ConfigError(f"--out {path} does not end in .{format}, as such files must: rename it")
+    if options.format != "timm" and path.suffix != f".{options.format}":
+        raise ConfigError(f"--out {path} does not end in .{options.format}, as such files must: rename it")
     # An export that was killed leaves a description, and weights under a temporary name.
-    is_left_over = not path.exists() and bool(left_over(path))
-    for made in (path,) if format != "safetensors" or is_left_over else (path, sidecar_of(path)):
-        check_absent(made)
-    if reason := why_not_writable(path):
+    is_left_over = not path.exists() and bool(files.left_over(path))
+    for made in (path,) if options.format != "safetensors" or is_left_over else (path, names.sidecar_of(path)):
+        files.check_absent(made)
+    if reason := files.why_not_writable(path):
         raise ConfigError(f"{path} can't be written: {reason}; fix --out")
+    if options.format == "onnx" and importlib.util.find_spec("onnxscript") is None:
+        raise ConfigError("onnxscript is not installed: pip install 'dino_ds[onnx]'")
+    return path

@@ -23,14 +23,9 @@ from dino_ds.basics.files import check_format, free_stem, read_object, replace_f
 from dino_ds.commands import embed
 from dino_ds.commands.embed import find_features, unreadable
 from dino_ds.commands.embedding_parts import DIGEST, digest_of_rows
-from dino_ds.data.decode import load_image, open_image
-from dino_ds.data.encoded import ListedFiles, NamedFiles
-from dino_ds.data.image_set import changed_images, facts_of_images
+from dino_ds.data import decode, encoded, image_set, mixture, multicrop, parquet
 from dino_ds.data.images import Source, UnreadableImage
-from dino_ds.data.mixture import Mixture
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization, shown_channels
-from dino_ds.data.parquet import import_parquet
 from dino_ds.errors import ConfigError, DataError, one_line, unwritable
 from dino_ds.evals.curation import SIDE, Vectors, nearest_rows
 from dino_ds.evals.features import LabeledImages, Reading, find_images, load_batches
@@ -41,7 +36,6 @@ from dino_ds.weights.load import load
 LINES, COLUMNS = 12, 8
 """Rows and columns of pictures on a sheet, at most."""
 _THUMBNAIL, _BLOCK = 96, 4096
-_DESCRIBED = ("size", "weights", "network", "normalization", "value_range", "images")
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,9 @@ class Embedded:
 
     def pixels(self, image: int | str, size: int) -> Tensor:
         """A row's image, or a file's, as the network gets it. Raises UnreadableImage."""
-        crop = EvalCrop(size, self.normalization)
-        source, index = (NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
-        return crop(load_image(source, index, self.about["value_range"], crop.channels))
+        crop = multicrop.EvalCrop(size, self.normalization)
+        source, index = (encoded.NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
+        return crop(decode.load_image(source, index, self.about["value_range"], crop.channels))
 
     def sheet(
         self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = (), heading: str = ""
@@ -108,7 +102,7 @@ class Embedded:
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""
         try:
-            image = open_image(self.source, index, None, channels=len(self.normalization.mean))
+            image = decode.open_image(self.source, index, None, channels=len(self.normalization.mean))
         except UnreadableImage:
             return 0
         return max(image.height, image.width)
@@ -139,10 +133,10 @@ def _thumbnail(image: Image.Image | np.ndarray) -> Tensor:
 
 def _path_of(source: Source, index: int) -> bytes | None:
     """The absolute path, or the URL, of an image that is a file of its own."""
-    if isinstance(source, Mixture):
+    if isinstance(source, mixture.Mixture):
         part, index = source.part_of(index)
         source = source.sources[part]
-    return os.fsencode(source.path(index)) if isinstance(source, ListedFiles) else None
+    return os.fsencode(source.path(index)) if isinstance(source, encoded.ListedFiles) else None
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> bytes:
@@ -160,7 +154,8 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     try:
         about = read_object(beside)
         check_format(about.get("format"), beside, "embed again")
-        kind, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
+        kind, shape = about["what"], (about["rows"], *about["shape"])
+        _ = [about[name] for name in ("size", "weights", "network", "normalization", "value_range", "images")]
         images = [about["origin"][name] for name in ("model", "source", "root")]
         if kind == "patches":
             raise ConfigError(f"{path} has maps of patches: embed with --what cls or mean, a vector an image")
@@ -179,7 +174,7 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
         )
     source = find_images(images[0], images[1], options.root or images[2])
     notes += getattr(source, "notes", ())
-    changes = changed_images(about, facts_of_images(source))
+    changes = image_set.changed_images(about, image_set.facts_of_images(source))
     if changes:
         raise DataError(f"the images have changed since {path} was made ({changes}): embed again")
     embedded = Embedded(rows, source, about, options.memory_gib, notes)
@@ -199,7 +194,7 @@ def _read_rows(path: Path, shape: tuple[int, ...], memory_gib: float) -> np.ndar
         return rows
     if 4 * shape[0] * shape[1] > memory_gib * 2**30:
         raise ConfigError(f"{path} has more than --memory_gib {memory_gib:g}: embed as .npy, or give more")
-    column = import_parquet().read_table(path, columns=["features"])["features"].combine_chunks()
+    column = parquet.import_parquet().read_table(path, columns=["features"])["features"].combine_chunks()
     rows = column.flatten().to_numpy(zero_copy_only=False)
     return rows.reshape(shape)
 
@@ -231,23 +226,19 @@ def run(options: FindOptions) -> Result:
         name = image if isinstance(image, str) else embedded.source.name(image)
         sheet.append([(image, Path(name).name), *((row, f"{cosine:.4f}") for row, cosine in pairs)])
     ending, content = embedded.listed({image.row for image in neighbors})
+    asked, most = f"{len(sheet)} image{'s' * (len(sheet) > 1)}", max(map(len, sheet)) - 1
+    asked = f"{LINES} of {asked}" if len(sheet) > LINES else asked
+    few = f"{COLUMNS - 1} of the {most}" if most >= COLUMNS else f"the {most}"
+    heading = f"{asked}, and {few} nearest of {len(bank):,}, with the cosines of their features"
     try:
         replace_file(Path(f"{stem}{ending}"), content)
-        replace_file(Path(f"{stem}.png"), embedded.sheet(sheet, heading=_heading(sheet, len(bank))))
+        replace_file(Path(f"{stem}.png"), embedded.sheet(sheet, heading=heading))
     except OSError as error:
         raise unwritable(stem, error, "out") from None
     files = [f"{stem}{ending}", f"{stem}.png"]
     table = ["\t".join((near.query, f"{near.cosine:.4f}", near.name)) for near in neighbors]
     facts = {"found": [near._asdict() for near in neighbors], "files": files, "notes": embedded.notes}
     return Result(facts, "\n".join([*table, ", ".join(files)]), embedded.notes, neighbors)
-
-
-def _heading(sheet: Sequence[Sequence[object]], images: int) -> str:
-    """The heading of the picture of neighbors: how much of the list `sheet` it shows, and of how many images."""
-    lines, nearest = min(LINES, len(sheet)), max(map(len, sheet)) - 1
-    asked = f"{lines} of {len(sheet)} images" if lines < len(sheet) else f"{lines} image{'s' * (lines > 1)}"
-    few = f"{COLUMNS - 1} of the {nearest}" if nearest >= COLUMNS else f"the {nearest}"
-    return f"{asked}, and {few} nearest of {images:,}, with the cosines of their features"
 
 
 def _row_of(embedded: Embedded, image: str) -> int | str:

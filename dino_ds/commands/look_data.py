@@ -20,27 +20,18 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.files import check_absent, free_stem, replacing
-from dino_ds.basics.seeds import crop_seed
+from dino_ds.basics import files, seeds
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
-from dino_ds.data import normalization
+from dino_ds.data import decode, feed, image_values, listing, mixture, normalization, sources
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, started, worker_options
-from dino_ds.data.decode import open_image
-from dino_ds.data.feed import Position
-from dino_ds.data.image_values import NO_VALUES, ImageValues
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, prepare_images
-from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
-from dino_ds.data.mixture import draws_in
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.commands import LookDataOptions
-from dino_ds.options.definition import Result
+from dino_ds.options import commands, definition
 from dino_ds.report.draw import INK
 
-_BATCH = 16
 _NAMED, _ALIKE = 20, 3
 """Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
@@ -50,10 +41,9 @@ _MARGIN = 0.6
 """Inches above the first image and below the last."""
 _ORIGINAL, _GLOBAL = 3, 2
 """Columns of the grid that an image and a global crop take; a local crop takes one."""
-_NAME = 90
 
 
-def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
+def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Result:
     """Draw a sheet of `images` images with their crops into `out` (.png), and return statistics of `sample` images
     drawn at random (0 = all).
 
@@ -61,7 +51,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     Raises ConfigError for impossible arguments, DataError without readable images.
     """
     png = _check(options.out)
-    source = training_images(recipe.data, recipe.eval.val_share)
+    source = sources.training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
     # The recipe stands for an earlier one whose mean is known: here the mean is measured below, on more images.
     recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
@@ -86,17 +76,17 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
     sheet = draw_sheet(
         rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
     )
-    with replacing(png) as path:
+    with files.replacing(png) as path:
         sheet.savefig(path, format="png")
-    return Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
+    return definition.Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
 
 def _check(out: str | None) -> Path:
     if out is None:
-        path = Path(free_stem(None, Path("look-data"), [".png"]) + ".png")
+        path = Path(files.free_stem(None, Path("look-data"), [".png"]) + ".png")
     else:
         path = Path(os.path.expanduser(out))
-        check_absent(path)
+        files.check_absent(path)
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -120,7 +110,7 @@ def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
     dataset = FactsOf(source, recipe.data.max_pixels, recipe.model.in_chans, recipe.data.known_range)
     loader: DataLoader[ImageFacts] = DataLoader(
-        dataset, batch_size=_BATCH, sampler=chosen, collate_fn=list, **worker_options(recipe.data.workers)
+        dataset, batch_size=16, sampler=chosen, collate_fn=list, **worker_options(recipe.data.workers)
     )
     facts: list[ImageFacts] = []
     with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
@@ -140,7 +130,7 @@ class ImageFacts:
     index: int
     width: int = 0
     height: int = 0
-    values: ImageValues = NO_VALUES
+    values: image_values.ImageValues = image_values.NO_VALUES
     problem: str = ""
 
 
@@ -156,8 +146,8 @@ class FactsOf(Dataset[ImageFacts]):
 
     def __getitem__(self, index: int) -> ImageFacts:
         try:
-            image = open_image(self._source, index, self._max_pixels, channels=self._channels)
-            values = ImageValues.of(image.values())
+            image = decode.open_image(self._source, index, self._max_pixels, channels=self._channels)
+            values = image_values.ImageValues.of(image.values())
         except UnreadableImage as error:
             return ImageFacts(index, problem=error.reason)
         problem = values.why_skipped(self._range)
@@ -173,6 +163,22 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
+    classes = None  # of the whole dataset: labels are known without reading an image
+    if source.labels is not None and source.classes is not None:
+        labels = np.asarray(source.labels)
+        counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
+        classes = {
+            "count": len(source.classes),
+            "unlabelled": int((labels < 0).sum()),
+            "images": _spread(counts),
+            "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
+        }
+    by_type: dict[str, Any] = {}  # images by type of their stored values, and the extremes of types deeper than uint8
+    for name, images in Counter(fact.values.type for fact in good).items():
+        by_type[name] = {"images": images}
+        if name != "uint8":
+            some = [fact.values for fact in good if fact.values.type == name]
+            by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
     return {
         "images": len(source),
         "looked_at": len(facts),
@@ -182,33 +188,8 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
         },
         "width": _spread(np.array([fact.width for fact in good])),
         "height": _spread(np.array([fact.height for fact in good])),
-        "values": _values(good),
-        "classes": _classes(source),
-    }
-
-
-def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
-    """The number of images by type of their stored values, and the extremes of types deeper than uint8."""
-    by_type: dict[str, Any] = {
-        name: {"images": images} for name, images in Counter(f.values.type for f in good).items()
-    }
-    for name in by_type.keys() - {"uint8"}:
-        some = [fact.values for fact in good if fact.values.type == name]
-        by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
-    return by_type
-
-
-def _classes(source: Source) -> dict[str, Any] | None:
-    """Classes of the whole dataset: labels are known without reading an image."""
-    if source.labels is None or source.classes is None:
-        return None
-    labels = np.asarray(source.labels)
-    counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
-    return {
-        "count": len(source.classes),
-        "unlabelled": int((labels < 0).sum()),
-        "images": _spread(counts),
-        "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
+        "values": by_type,
+        "classes": classes,
     }
 
 
@@ -226,7 +207,14 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "images", f"{statistics['images']:,} in {statistics['root'] or statistics['source']}"
     if statistics["looked_at"] < statistics["images"]:
         yield "looked at", f"{statistics['looked_at']:,} of them, drawn at random (--sample 0: all)"
-    yield from _class_lines(statistics["classes"])
+    if (classes := statistics["classes"]) is None:
+        yield "classes", "none: images have no labels"
+    else:
+        unlabeled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
+        yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabeled}"
+        counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
+        more = ", ..." if len(counts) > _NAMED else ""
+        yield "", ", ".join(f"{name} {count:,}" for name, count in counts[:_NAMED]) + more
     bad = statistics["unreadable"]
     yield "unreadable", f"{bad['count']:,} ({bad['count'] / statistics['looked_at']:.2%})"
     alike: dict[str, list[str]] = {}
@@ -250,17 +238,6 @@ def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "sheet", statistics["sheet"]
 
 
-def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if classes is None:
-        yield "classes", "none: images have no labels"
-        return
-    unlabeled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
-    yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabeled}"
-    counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
-    more = ", ..." if len(counts) > _NAMED else ""
-    yield "", ", ".join(f"{name} {count:,}" for name, count in counts[:_NAMED]) + more
-
-
 def _range_text(values: dict[str, float]) -> str:
     low, middle, high = (f"{values[name]:,.0f}" for name in ("min", "median", "max"))
     return low if low == high else f"{low} to {high} (median {middle})"
@@ -272,11 +249,11 @@ def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
     multicrop = MultiCrop.of(recipe)
     options = LoaderOptions.of(recipe, global_batch=1)
     dataset = MultiCropDataset(source, multicrop, options)
-    order = ResumableSampler(len(source), options, Position(), draws_in(source))
+    order = ResumableSampler(len(source), options, feed.Position(), mixture.draws_in(source))
     for keys in islice(order, len(source)):
         [(epoch, index)] = keys
         try:
-            array = open_image(source, index % len(source), data.max_pixels, data.known_range, channels).decode()
+            array = decode.open_image(source, index % len(source), data.max_pixels, data.known_range, channels).decode()
         except UnreadableImage:
             continue
         if array.shape[2] != channels:
@@ -286,11 +263,11 @@ def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
             raise batch
         whole = torch.from_numpy(array).permute(2, 0, 1)
         original = _picture(whole, whole)
-        sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        sampled = multicrop.sample(original.width, original.height, seeds.crop_seed(recipe.seed, epoch, index))
         shown = normalization.with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalization.undone(crop[0]), whole) for crop in shown]
         boxes = [crop.box for crop in sampled]
-        yield SheetRow(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
+        yield SheetRow(listing.printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
 
 
 def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
@@ -328,33 +305,27 @@ def draw_sheet(rows: Sequence[SheetRow], title: str) -> Figure:
     grid = figure.add_gridspec(2 * len(rows), columns, **edges, hspace=0.16, wspace=0.04)
     for number, row in enumerate(rows):
         two_lines = slice(2 * number, 2 * number + 2)
-        _draw_original(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row)
+        axes = _show(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row.original)
+        name = row.name if len(row.name) <= 90 else f"…{row.name[-90:]}"  # the end of a path tells more
+        size = f"  {row.original.width} x {row.original.height}"
+        axes.set_title(name + size, fontsize=7, color=INK, loc="left", pad=2, parse_math=False)
+        for crop, (left, top, right, bottom) in reversed([*enumerate(row.boxes)]):
+            width = 2 if crop < row.num_global else 1
+            # The edges of a picture's first pixel are at -0.5 and 0.5.
+            corner, color = (left - 0.5, top - 0.5), row.color(crop)
+            axes.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, lw=width, ec=color))
+            _tag(axes, left, top, crop, row)
         for crop, picture in enumerate(row.crops):
             left = _ORIGINAL + _GLOBAL * min(crop, large)
             cell = grid[two_lines, left : left + _GLOBAL]
             if crop >= large:
                 line, column = divmod(crop - large, small)
                 cell = grid[2 * number + line, left + column]
-            axes = _show(figure.add_subplot(cell), picture)
-            _tag(axes, 0, 0, crop, row)
+            _tag(_show(figure.add_subplot(cell), picture), 0, 0, crop, row)
     figure.set_facecolor("none")
     lines = textwrap.fill(title, int(13 * figure.get_figwidth()))
     figure.text(0.01, 1 - 0.1 / height, lines, fontsize=9, color=INK, va="top", parse_math=False)
     return figure
-
-
-def _draw_original(axes: Axes, row: SheetRow) -> None:
-    _show(axes, row.original)
-    size = f"  {row.original.width} x {row.original.height}"
-    name = row.name if len(row.name) <= _NAME else f"…{row.name[-_NAME:]}"  # the end of a path tells more
-    axes.set_title(name + size, fontsize=7, color=INK, loc="left", pad=2, parse_math=False)
-    for crop in reversed(range(len(row.boxes))):
-        left, top, right, bottom = row.boxes[crop]
-        width = 2 if crop < row.num_global else 1
-        # The edges of a picture's first pixel are at -0.5 and 0.5.
-        box = Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, lw=width, ec=row.color(crop))
-        axes.add_patch(box)
-        _tag(axes, left, top, crop, row)
 
 
 def _tag(axes: Axes, left: float, top: float, crop: int, row: SheetRow) -> None:

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from dino_ds.commands.embed import Embeddings
-from dino_ds.data.encoded import NamedFiles
+from dino_ds.data import encoded, multicrop
 from dino_ds.data.images import Source
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import BATCH, LabeledImages, Reading, fill_rows, find_images, load_batches, range_for
 from dino_ds.weights import load as weights
@@ -47,9 +46,9 @@ class Model(Backbone):
         if isinstance(images, str | os.PathLike):
             source: Source = find_images(self.source, "folder", os.path.expanduser(images))
         else:
-            source = NamedFiles([os.path.expanduser(file) for file in images])
+            source = encoded.NamedFiles([os.path.expanduser(file) for file in images])
         value_range, notes = range_for(self, [source])
-        crop, indices = EvalCrop(self.image_size, self.normalization), list(range(len(source)))
+        crop, indices = multicrop.EvalCrop(self.image_size, self.normalization), list(range(len(source)))
         reading = Reading(crop, workers, value_range, batch, channels=crop.channels)
         rows, device, bad = np.full((len(source), self.width), np.nan, np.float32), self.device, list[str]()
         labeled = LabeledImages(source, indices, reading)

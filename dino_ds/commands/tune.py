@@ -23,13 +23,10 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, OutOfMemory, one_line
 from dino_ds.options.commands import BenchTuneOptions
 from dino_ds.options.definition import Result
+from dino_ds.planning import fit, measure
 from dino_ds.planning.bench.tune import ENOUGH_WAIT, Measurement, Search, Trials
-from dino_ds.planning.fit import FILLED, check_new, find_machine, write_ds
-from dino_ds.planning.measure import describe_host, host_line
 from dino_ds.report.html import Chart, Curve, Line, build_document, draw_chart, render
 
-_BUSY = 0.15
-"""Cores that other programs may keep busy; with more, the verdict says that the measurement is not to be trusted."""
 _MADE_UP = "images are made up, since none are named, and the loader was not measured: name yours by --data.root FOLDER"
 _COLORS = {"as given": 8, "tuned": 1}
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -60,8 +57,8 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     for root in filter(None, roots_of(recipe.data)):
         check_root(root)
     init_distributed()
-    ranks, machine = options.ranks or torch.cuda.device_count() or 1, find_machine()
-    limit = machine.host_gib / ranks if machine.card_gib is None else FILLED * machine.card_gib
+    ranks, machine = options.ranks or torch.cuda.device_count() or 1, fit.find_machine()
+    limit = machine.host_gib / ranks if machine.card_gib is None else fit.FILLED * machine.card_gib
     trials = Trials(options, ranks, min(limit, options.memory_gib or limit))
     search, error = Search(recipe, ds_path, request.ds, trials), None
     try:
@@ -70,12 +67,12 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
             trials.step(search.best, profile=options.profile)
     except (KeyboardInterrupt, OutOfMemory) as reason:  # what is known so far is shown
         error = reason
-    noise = trials.others_cores if trials.others_cores > _BUSY else 0.0
+    noise = trials.others_cores if trials.others_cores > 0.15 else 0.0
     if noise and (given := search.pair.get("as given")) and given.rounds:
         search.best = given.setting  # a noisy measurement is no reason to change settings
     command, verdict, tables = _command(search, request, ranks, options.write), _verdict(search, noise), _tables(search)
     lead = [f"{recipe.model.backbone}, global batch {recipe.data.global_batch}, {ranks} process(es), {ds_path}"]
-    lead += [host_line(describe_host())]
+    lead += [measure.host_line(measure.describe_host())]
     remarks = [] if search.has_images else [_MADE_UP]
     facts = {"verdict": verdict, "command": command, "limited_by": search.limited_by, "skipped": search.skipped}
     for name in ("sizes", "levers", "loaders", "pair"):
@@ -97,7 +94,7 @@ def _check_files(page: Path, options: BenchTuneOptions) -> None:
     if taken:
         raise ConfigError(f"{taken[0]} exists: --resume goes on with its trials, --out NAME.html takes another name")
     if options.write:
-        check_new(Path(options.write))
+        fit.check_new(Path(options.write))
 
 
 def _verdict(search: Search, noise: float) -> str:
@@ -131,7 +128,7 @@ def _command(search: Search, request: Request, ranks: int, folder: str | None) -
         words = {name: Path(folder, file) for name, file in (("config", "recipe.yaml"), ("ds_config", "ds.json"))}
         Path(folder).mkdir()
         words["config"].write_text(dump_recipe(best.recipe), encoding="utf-8")
-        write_ds({**best.ds, **sizes}, words["ds_config"])
+        fit.write_ds({**best.ds, **sizes}, words["ds_config"])
     program = ["deepspeed", "--num_gpus", str(ranks), "dino_ds/train.py"] if ranks > 1 else ["dino-ds", "train"]
     return shlex.join([*program, *(word for key, value in words.items() for word in (f"--{key}", show_value(value)))])
 

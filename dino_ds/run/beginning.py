@@ -1,6 +1,5 @@
-"""The beginning of a run: chooses the checkpoint that a start loads (of the same run, of the previous stage's run, or
-none), gives the training loop the plain values that it needs of a recipe, and writes the log's first and last lines:
-what is trained, on what, for how long, and what is unusual.
+"""The beginning of a run: the checkpoint that a start loads, the plain values that the training loop needs of a recipe,
+and the log's first and last lines: what is trained, on what, for how long, and what is unusual.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from dino_ds.basics.formatting import short
 from dino_ds.basics.names import unquoted
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
+from dino_ds.config import fields, loading
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import ChosenDsConfig
-from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Origin, Request, TrainOptions, no_checkpoint, read_run_id, split_origin
@@ -32,10 +30,8 @@ from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.health.beat import Event
 from dino_ds.method.specs.own import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.run.run import LoopOptions, Run, Saver
-from dino_ds.run.run_folder import ImageComparison, RunFolder
-from dino_ds.weights.layouts import Weights
-from dino_ds.weights.read import teacher_weights
-from dino_ds.weights.sidecar import recipe_of
+from dino_ds.run.run_folder import RunFolder
+from dino_ds.weights import layouts, read, sidecar
 
 
 def loop_options(
@@ -94,105 +90,89 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     ]
 
 
-_CONTINUE = "continue"
-_SAYS_HOW = ("stage_start", "model.init_from")
-"""Keys for how a run began, which do not change what it learns."""
-
-
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint that a start loads, if any: of this run, or, for a new stage, of the previous stage's run.
-
-    Attributes:
-        resumed: checkpoint of this run.
-        previous: checkpoint of the previous stage.
-        continues: whether the stage takes over the whole training state, else the teacher's weights.
-        images_changed: whether the stage trains on other images than the previous one.
-        notes: lines for the log.
-    """
+    """The checkpoint that a start loads, if any: of this run (`resumed`), or, for a new stage, of the previous one."""
 
     resumed: SavedCheckpoint | None = None
     previous: SavedCheckpoint | None = None
     continues: bool = False
+    """Whether the stage takes over the whole training state, else the teacher's weights."""
     images_changed: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
-    def weights(self) -> tuple[str, Weights] | None:
+    def weights(self) -> tuple[str, layouts.Weights] | None:
         """The name and weights that the network is built with; None unless a stage takes over the weights alone."""
         if self.previous is None or self.continues:
             return None
-        return str(self.previous.folder), teacher_weights(self.previous)
+        return str(self.previous.folder), read.teacher_weights(self.previous)
 
     def built(self, recipe: Recipe) -> Recipe:
         """The recipe to build the run with. A resume leaves out model.init_from, whose file may be gone, unless
         objective.preserve_weight needs a teacher from that file."""
         if self.resumed is None or recipe.objective.preserve_weight:
             return recipe
-        return change_recipe(recipe, {"model.init_from": "none"} | recipe.outlasting_start)
-
-    def check_ahead(self, last_step: int, run: str, ends: str) -> None:
-        """Raises ConfigError where the run is already beyond `last_step`; ends: the option that sets that step."""
-        done = self.resumed.manifest.step if self.resumed is not None else 0
-        if done > last_step:
-            raise ConfigError(
-                f"{ends} lies behind: {run} has done {done} steps, and would end at {last_step}; give more, or leave "
-                "it out"
-            )
+        return loading.change_recipe(recipe, {"model.init_from": "none"} | recipe.outlasting_start)
 
     def load(self, saver: Saver) -> list[str]:
-        """Load the checkpoint into the parts of the run, once they are built; returns lines for the log."""
+        """Load the checkpoint into the parts of the run, once they are built; returns lines for the log.
+
+        Of the previous stage, tensors that its checkpoint lacks keep their initial values and are named, and so does a
+        teacher that becomes a copy of another one now or later; or the objective's running statistics alone are loaded.
+        """
         if self.resumed is not None:
-            saver.load(self.resumed)
+            saver.restore(self.resumed, self.resumed.whole())
+            saver.saved_step = self.resumed.manifest.step
         if self.previous is None:
             return []
-        if not self.continues:
-            return saver.restart_from(self.previous)
-        notes = saver.continue_from(self.previous)
-        if self.images_changed:  # a position in the order of other images has no meaning
+        step, whole = saver.step, self.previous.whole()
+        initial = step.state() if self.continues else step.objective.state()
+        if self.continues:
+            replaced, now = step.schedules.replacements.items(), self.previous.manifest.step
+            begin = tuple(f"teachers.{name}." for name, replacement in replaced if replacement.start >= now)
+            saver.restore(self.previous, {**initial, **{k: t for k, t in whole.items() if not k.startswith(begin)}})
+        else:
+            step.objective.load_state({**initial, **{name: t for name, t in whole.items() if name in initial}})
+        if self.images_changed and self.continues:  # a position in the order of other images has no meaning
             saver.state.position = Position(saver.state.position.epoch + 1)
-        return notes
+        names = sorted({".".join(name.split(".")[:2]) for name in initial.keys() - whole.keys()})
+        return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
 
 
-def choose_beginning(
-    folder: RunFolder,
-    checkpoints: Checkpoints,
-    images: ImageComparison,
-    options: TrainOptions,
-    request: Request,
-) -> Beginning:
-    """Choose the checkpoint of a start in `folder`, on every rank. `options` name the run or checkpoint that a stage
-    begins with.
+def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: TrainOptions, request: Request) -> Beginning:
+    """Choose the checkpoint of a start in `folder`, on every rank. For a new stage, set the folder's `origin`, and let
+    its recipe count steps from there.
 
-    For a new stage, sets the folder's `origin`, and lets its recipe count steps from there. Raises ConfigError or
-    CheckpointError where there is no checkpoint to begin with, or its network is not the stage's.
+    Raises ConfigError or CheckpointError where there is no checkpoint to begin with, or its network is not the stage's.
     """
     if folder.resume:
-
-        def accept(manifest: Manifest) -> None:
-            folder.check_settings(manifest)
-            images.check(manifest)
-
-        choice = checkpoints.choose(folder.wanted_step, folder.run_id, accept)
+        choice = checkpoints.choose(folder.wanted_step, folder.run_id, folder.check)
         if choice.saved is not None:
             return Beginning(choice.saved, notes=choice.notes)
-        folder.check_nothing_saved()
+        with distributed.raise_on_all_ranks():
+            if (teacher := folder.path / "teacher.safetensors").exists():
+                raise CheckpointError(
+                    f"{folder.path} has no checkpoint, and had one: {teacher} was written with it. Bring "
+                    f"{folder.path / 'checkpoints'} back; to start from the beginning, name another --run_dir, or move "
+                    "that file away"
+                )
         if not folder.may_start_anew:
             raise no_checkpoint(folder.path)
     if folder.recipe.stage_start is None:
         return Beginning()
     if options.from_ is None:
         raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
-    return _of_stage(folder, images, *split_origin(options.from_), request)
+    return _of_stage(folder, *split_origin(options.from_), request)
 
 
-def _of_stage(folder: RunFolder, images: ImageComparison, run: Path, step: int | None, request: Request) -> Beginning:
+def _of_stage(folder: RunFolder, run: Path, step: int | None, request: Request) -> Beginning:
     recipe = folder.recipe
-    run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
+    run_name, continues = f"--from {run}", recipe.stage_start == "continue"
 
     def accept(manifest: Manifest) -> None:
         with naming(run_name):
-            source = recipe_of(manifest)
+            source = sidecar.recipe_of(manifest)
         _check_fits(run_name, recipe, source, continues)
 
     choice = Checkpoints(run, keep=1).choose(step, distributed.gather_objects(read_run_id(run))[0], accept)
@@ -203,18 +183,17 @@ def _of_stage(folder: RunFolder, images: ImageComparison, run: Path, step: int |
     folder.recipe = request.rebased_to_step(recipe, folder.origin.first_step)
     inherited = "all of its training state" if continues else "its teacher's weights"
     notes = [*choice.notes, f"begins with {run}, step {saved.step}: {inherited}"]
-    changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}
-    if changed:
-        notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
-    changes = images.notes(saved)
+    changed = folder.changed(saved)
+    if learned := [how for key, how in changed.items() if key not in ("stage_start", "model.init_from")]:
+        notes.append(f"settings that differ from those of {run}: {', '.join(learned)}")
+    changes = folder.image_notes(saved)
     return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
 
 
 def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None:
     """Raises CheckpointError, naming the differences, where a stage can't begin with a run of the recipe `source`."""
     backbones = [recipe.model.spec() for recipe in (source, ours)]
-    kinds = [type(spec) for spec in backbones]
-    if kinds[0] != kinds[1]:
+    if len({type(spec) for spec in backbones}) == 2:
         raise CheckpointError(
             f"{run} is of another backbone: {source.model.backbone} there, {ours.model.backbone} here"
         )
@@ -267,12 +246,6 @@ def _differences(source: dict[str, object], ours: dict[str, object]) -> str:
 
 MOST_KEPT = 0.5
 """Largest share that the initial weights may still have in a teacher at the end."""
-_MOST_LINES = 9
-"""Lines on the screen before the line about the run folder."""
-_SHOWN_ELSEWHERE = ("data.root", "data.source")
-"""Overrides that the line about the images shows."""
-_PICTURES = ("map", "neighbors", "pca", "attention")
-"""Kinds of pictures, the most telling first."""
 
 
 def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Request, notes: Iterable[str]) -> None:
@@ -280,7 +253,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     run was built."""
     recipe, config, device, data = folder.recipe, folder.config, run.step.engine.device, folder.recipe.data
     steps, batch = run.step.schedules.steps, data.global_batch
-    own_steps = run.options.last_step - _first_step(folder)
+    own_steps = run.options.last_step - folder.first_step
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given_batch)
     shown = list(_summary(run, folder, chosen, request))
@@ -297,7 +270,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
         ]
     ]
     texts = [*notes, *balanced]
-    room = max(0, _MOST_LINES - len(shown))
+    room = max(0, 9 - len(shown))  # lines on the screen before that about the run folder
     hidden = len(texts) - room
     more = "" if hidden <= 0 else f"{hidden} more note{'s' if hidden > 1 else ''} and "
     details = [
@@ -335,7 +308,7 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     gib = "" if chosen.predicted_gib is None else f"; {chosen.predicted_gib:.1f} GiB of memory predicted{each}"
     yield f"device   {where}, {config.precision}, {ranks} process{'es' if ranks > 1 else ''}{gib}"
     total = f" of the schedules' {steps:,}" if options.last_step < steps else ""
-    first = _first_step(folder)
+    first = folder.first_step
     images = (options.last_step - first) * data.global_batch
     since = f" from step {first:,}" if first else ""
     yield Event(
@@ -344,7 +317,8 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
         steps=steps,
         last_step=options.last_step,
     )
-    overrides = [f"{key} {unquoted(value)}" for key, value in request.recipe.items() if key not in _SHOWN_ELSEWHERE]
+    shown_above = ("data.root", "data.source")
+    overrides = [f"{key} {unquoted(value)}" for key, value in request.recipe.items() if key not in shown_above]
     name = folder.config_name or (f"that of {folder.origin.run}" if folder.origin else "the defaults")
     as_it_is = " as it is"
     if folder.resume and request.config is None:
@@ -352,11 +326,6 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
         as_it_is = f", as {folder.path / 'config.yaml'} has it"
     changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else as_it_is
     yield f"recipe   {name}{changed}"
-
-
-def _first_step(folder: RunFolder) -> int:
-    """The step at which a stage began, else 0."""
-    return folder.origin.first_step if folder.origin else 0
 
 
 def _crops_in_words(recipe: Recipe) -> str:
@@ -370,24 +339,16 @@ def _crops_in_words(recipe: Recipe) -> str:
     return "; or ".join(several)
 
 
-def unused_classes(recipe: Recipe, source: Source) -> list[str]:
-    """Return a note if the images are in class folders, and no test images are named or held out."""
-    classes, asked = len(source.classes or ()), recipe.eval
-    if classes < 2 or asked.root or asked.val_share or asked.evals != "auto" or not recipe.data.own_files:
-        return []
-    return [f"{classes} class folders: --eval.val_share 0.1 holds a tenth of the images out, and measures k-NN on them"]
-
-
 def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
     """Return warnings about too few `images`, and about images shown too often; shown: images of all steps; advise: the
     command that says what else to do."""
-    most = MOST_PASSES * images
+    most = fields.MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
     often = (
-        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {MOST_PASSES:,} at most: "
-        f'--length "{most} images"'
+        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {fields.MOST_PASSES:,} at "
+        f'most: --length "{most} images"'
     )
-    return [few] * (images < FEW_IMAGES) + [often] * (shown >= most + images)
+    return [few] * (images < fields.FEW_IMAGES) + [often] * (shown >= most + images)
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
@@ -417,8 +378,9 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
     how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}{named}) loads it"
     of, cut = f" of {steps}" if run.step.applied_steps < steps else "", run.options.last_step < steps  # --max_steps
     evaluations, folders = run.evaluations, sorted(path.glob("pictures/step_*"), reverse=True)
-    files = (folder / f"{name}.png" for folder in folders for name in _PICTURES)
-    picture = next((file for file in files if file.is_file()), None)
+    kinds = ("map", "neighbors", "pca", "attention")  # the most telling first
+    pictures = (folder / f"{kind}.png" for folder in folders for kind in kinds)
+    picture = next((file for file in pictures if file.is_file()), None)
     return [
         f"done     step {run.step.applied_steps}{of}; the run is in {path}",
         *(["ended    " + evaluations.finished()] if evaluations and evaluations.finished() else []),

@@ -1,10 +1,10 @@
-"""Watches over a run from its first moment: hangs, failures, memory, the run folder, and requests to stop it at the
-next step, by signals and by what the monitor process sees (RUN/stop, a launcher's end); and the Python program that has
-started a run, which gets every line of metrics and outlives the run.
+"""Watches over a run from its first moment: hangs, failures, memory, the run folder, requests to stop it at the next
+step (signals, RUN/stop, a launcher's end), and the Python program that has started the run and outlives it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import select
@@ -16,25 +16,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
+from dino_ds import errors
 from dino_ds.basics.own_code import default_dtype, restore_default_dtype
 from dino_ds.config.ds_schema import COMMUNICATES_IN_STEP, DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.engine import distributed
+from dino_ds.engine import distributed, process
 from dino_ds.engine.distributed import set_store_flag, store_flag_is_set
-from dino_ds.engine.process import free_memory
-from dino_ds.errors import (
-    FORWARDED_SECONDS,
-    STOP_SIGNALS,
-    STOPPED,
-    ConfigError,
-    OutOfMemory,
-    UserError,
-    is_out_of_memory,
-    unwritable,
-)
+from dino_ds.errors import FORWARDED_SECONDS, STOP_SIGNALS, STOPPED, ConfigError, OutOfMemory, UserError
 from dino_ds.health.beat import Beat, Heartbeats
 from dino_ds.health.monitor import Failures, Watchdog
 from dino_ds.health.processes import RunLock
@@ -70,7 +60,7 @@ def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterat
         failures, memory = Failures(run_dir, rank, ranks, beat), MemoryGuard(beat)
         stop = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
         if caller:
-            stop = caller.stop_requests(beat)
+            stop = caller.stop = CallersStopRequests(beat)
         with failures.reported(), stop, memory.explain():
             yield Guards(beat, failures, stop, memory)
 
@@ -93,12 +83,21 @@ class FolderLock:
         try:
             with distributed.raise_on_all_ranks():
                 if self._first:
-                    self._take()
+                    self.notes = [note] if (note := self._lock.acquire()) else []
+                    try:
+                        self._heartbeats.prepare()
+                    except OSError as error:
+                        raise errors.unwritable(f"run folder {self._lock.run_dir}", error) from None
+                    self._prepared = True
             self._beat.listed = True
             yield self
         finally:
+            if self._prepared and not self._lock.guards_a_run:
+                self._heartbeats.remove()
+            elif self._prepared and not self._beat.listed:
+                self._heartbeats.bring_back_earlier()
             if self._first:
-                self._release()
+                self._lock.release()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -113,22 +112,6 @@ class FolderLock:
             raise
         if self._first:
             self._heartbeats.forget_earlier()
-
-    def _take(self) -> None:
-        note = self._lock.acquire()
-        self.notes = [note] if note else []
-        try:
-            self._heartbeats.prepare()
-        except OSError as error:
-            raise unwritable(f"run folder {self._lock.run_dir}", error) from None
-        self._prepared = True
-
-    def _release(self) -> None:
-        if self._prepared and not self._lock.guards_a_run:
-            self._heartbeats.remove()
-        elif self._prepared and not self._beat.listed:
-            self._heartbeats.bring_back_earlier()
-        self._lock.release()
 
 
 class MemoryGuard:
@@ -149,21 +132,19 @@ class MemoryGuard:
         except UserError:
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not errors.is_out_of_memory(error):
                 raise
-            raise OutOfMemory(self._text(error)) from error
-
-    def _text(self, error: Exception) -> str:
-        part = _PARTS.get(self._beat.where, self._beat.where)
-        predicted, cure = "", "take a smaller model, or one more GPU"
-        if self._run is not None:
-            recipe, config, gib = self._run
-            predicted = f"{gib:.2f} GiB were predicted, " if gib is not None else ""
-            cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
-        request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        asked = f" ({request[1]} more)" if request else ""
-        where = f"out of memory in {part} after step {self._beat.step}{asked}"
-        return f"{where}: {predicted}{free_memory()}. To continue with --resume: {cure}"
+            part = _PARTS.get(self._beat.where, self._beat.where)
+            predicted, cure = "", "take a smaller model, or one more GPU"
+            if self._run is not None:
+                recipe, config, gib = self._run
+                predicted = f"{gib:.2f} GiB were predicted, " if gib is not None else ""
+                cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
+            request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+            asked = f" ({request[1]} more)" if request else ""
+            where = f"out of memory in {part} after step {self._beat.step}{asked}"
+            said = f"{where}: {predicted}{process.free_memory()}. To continue with --resume: {cure}"
+            raise OutOfMemory(said) from error
 
 
 def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
@@ -205,7 +186,8 @@ class StopRequests:
         self._signal = ""
         self._first_at = 0.0
         self._ask: Callable[[], None] | None = None
-        self._over = False
+        self.over = False
+        """Set once everything is saved: later signals are ignored, as a launcher's SIGTERM to rank after rank."""
         self._handlers: dict[signal.Signals, Any] = {}
         self._name = f"dino_ds stop {next(_numbers)}"
 
@@ -219,7 +201,7 @@ class StopRequests:
         self._thread.start()
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before)
@@ -234,13 +216,15 @@ class StopRequests:
     def request(self, why: str) -> None:
         """Ask for a stop at the next step, as a first signal does; only after `install`."""
         assert self._ask is not None
-        _let_go_of_a_closed_terminal()
+        for output in (1, 2):  # to a closed terminal, printing would raise an error before all is saved
+            poll = select.poll()
+            poll.register(output, 0)
+            if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, output)
+                os.close(nowhere)
         self._signal, self._first_at = why, time.monotonic()
         self._ask()
-
-    def finish(self) -> None:
-        """Ignore later signals, such as a launcher's SIGTERM to rank after rank: everything is saved."""
-        self._over = True
 
     @property
     def why(self) -> str:
@@ -256,7 +240,7 @@ class StopRequests:
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
             for number in data:
-                if number in self._handlers and not self._over:
+                if number in self._handlers and not self.over:
                     self._hear(self._beat.stop_reason or signal.Signals(number).name, number)
 
     def _hear(self, name: str, number: int) -> None:
@@ -281,18 +265,7 @@ def signals_to_handle() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if number not in ignored]
 
 
-def _let_go_of_a_closed_terminal() -> None:
-    """Redirect output to a closed terminal to /dev/null: printing would raise an error before all is saved."""
-    for output in (1, 2):
-        poll = select.poll()
-        poll.register(output, 0)
-        if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, output)
-            os.close(nowhere)
-
-
-_numbers = iter(range(sys.maxsize))
+_numbers = itertools.count()
 
 
 def _leave(code: int) -> None:
@@ -311,11 +284,7 @@ class Caller:
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.error: Exception | SystemExit | None = None
         self._callbacks = tuple(callbacks)
-        self._stop: CallersStopRequests | None = None
-
-    def stop_requests(self, beat: Beat) -> CallersStopRequests:
-        self._stop = CallersStopRequests(beat)
-        return self._stop
+        self.stop: CallersStopRequests | None = None
 
     def tell(self, line: dict[str, Any]) -> None:
         """Call the callbacks until one raises an error, or changes torch's default dtype, which counts as an error."""
@@ -327,8 +296,8 @@ class Caller:
                     raise ConfigError(f"callback {getattr(callback, '__name__', callback)} {told}")
         except (Exception, SystemExit) as error:
             self.error, self._callbacks = error, ()
-            if self._stop is not None:
-                self._stop.request(f"{type(error).__name__} of a callback")
+            if self.stop is not None:
+                self.stop.request(f"{type(error).__name__} of a callback")
 
     def detach(self) -> None:
         """Free the run's memory: a callback's error would keep it by the frames of the run that called the callback."""
@@ -351,7 +320,7 @@ class CallersStopRequests(StopRequests):
     def __enter__(self) -> CallersStopRequests:
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._ask = None  # it holds the engine, and this object outlives the run
@@ -364,6 +333,6 @@ class CallersStopRequests(StopRequests):
     def _note(self, number: int, _frame: object) -> None:
         if not self._signal:
             self.request(signal.Signals(number).name)
-        elif self._again() and not self._over:
+        elif self._again() and not self.over:
             signal.signal(number, self._handlers[signal.Signals(number)])
             signal.raise_signal(number)

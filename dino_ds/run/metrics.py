@@ -1,5 +1,6 @@
 """Measures and writes the metrics of a run, and its log: metrics.jsonl, TensorBoard, log.txt, the console, and Weights
-& Biases and trackio, as far as the ds JSON enables them. Only rank 0 writes; every rank may call everything.
+& Biases and trackio, as far as the ds JSON enables them; and the alarms that metrics raise. Only rank 0 writes; every
+rank may call everything.
 
 DeepSpeed does not get the sections of these loggers: its engine would synchronize the device in every step to write its
 loss.
@@ -8,6 +9,7 @@ loss.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -17,7 +19,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,31 +57,21 @@ class Clock:
         self._reset()
 
     def _reset(self) -> None:
-        self._begin, self._waited, self._paused, self._steps = time.perf_counter(), 0.0, 0.0, 0
+        self.steps, self._begin, self._spent = 0, time.perf_counter(), {"wait": 0.0, "pause": 0.0}
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context around the wait for the next batch."""
+    def spending(self, on: Literal["wait", "pause"]) -> Iterator[None]:
+        """A context around the wait for a batch, or around what is not training, such as an evaluation."""
         begin = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - begin
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context around work that is not training, such as an evaluation."""
-        begin = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - begin
-
-    def step(self) -> None:
-        self._steps += 1
+        self._spent[on] += time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
         """`images_per_second` and `data_wait_fraction` (0 to 1) since the last reading."""
-        seconds = time.perf_counter() - self._begin - self._paused
+        seconds = time.perf_counter() - self._begin - self._spent["pause"]
         values = {
-            "images_per_second": self._steps * self._batch / seconds,
-            "data_wait_fraction": self._waited / seconds,
+            "images_per_second": self.steps * self._batch / seconds,
+            "data_wait_fraction": self._spent["wait"] / seconds,
         }
         self._reset()
         return values
@@ -94,11 +86,10 @@ class Logger(NamedTuple):
 
 
 class RunLog:
-    """Writes the growing files of a run folder, and the console.
+    """Writes the growing files of a run folder, and the console, with details if `verbose`.
 
     On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` get the numbers
     too; one that fails is dropped. `tell` is called with every line of metrics.jsonl.
-    verbose: whether the console shows details too.
     """
 
     def __init__(
@@ -110,7 +101,7 @@ class RunLog:
         verbose: bool = False,
     ) -> None:
         self._loggers, self._tell, self._verbose = [*loggers], tell, verbose
-        self._file, self._text, self._events, self._board = None, None, None, None
+        self._files, self._board = dict[str, FileIO](), None
         self._bar: tqdm[Any] | None = None
         self._lost: set[str] = set()
         self._excepthook = threading.excepthook
@@ -120,29 +111,34 @@ class RunLog:
 
         path = run_dir / "metrics.jsonl"
         _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
-        self._file = path.open("ab", buffering=0)
-        self._text = (run_dir / "log.txt").open("ab", buffering=0)
-        self._events = (run_dir / "events.jsonl").open("ab", buffering=0)
-        self._excepthook = _silence_tensorboards_thread()
+        for name in ("metrics.jsonl", "log.txt", "events.jsonl"):
+            self._files[name] = (run_dir / name).open("ab", buffering=0)
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            """Hide tracebacks of TensorBoard's thread for files that can't be written: its next call raises again."""
+            if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+                self._excepthook(args)
+
+        threading.excepthook = hook
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
 
     def info(self, *lines: str) -> None:
         """Write human-readable lines to the console, with the time to log.txt, and as `Event`s to events.jsonl."""
         for line in lines:
-            if self._text is not None and self._events is not None:
+            if self._files:
                 event = line if isinstance(line, Event) else Event(line)
                 with suppress(OSError):  # a terminal or a pipe that was closed
                     if self._verbose or not event.detail:
                         tqdm.write(line, file=sys.stderr)
-                self._append(self._text, stamped(event))
-                self._append(self._events, event.record)
+                self._append("log.txt", stamped(event))
+                self._append("events.jsonl", event.record)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
-        if self._file is None:
+        if not self._files:
             return
         rounded = {name: _rounded(value) for name, value in record.items()}
-        self._append(self._file, json.dumps(rounded))
+        self._append("metrics.jsonl", json.dumps(rounded))
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
                 self._show("add_scalar", name, value, record["step"])
@@ -162,15 +158,16 @@ class RunLog:
         """Write an image (3 or 4, h, w), in [0, 1] or uint8, to TensorBoard."""
         self._show("add_image", name, image, step)
 
-    def _append(self, file: FileIO, line: str) -> None:
+    def _append(self, name: str, line: str) -> None:
         """Append a line; on a full disk the line is lost with a warning, and the run continues."""
+        file = self._files[name]
         try:
             append_whole(file.fileno(), f"{line}\n".encode())
-            self._lost.discard(file.name)
+            self._lost.discard(name)
         except OSError as error:
-            if file.name not in self._lost:
-                self._warn(file.name, error)
-            self._lost.add(file.name)
+            if name not in self._lost:
+                self._warn(str(file.name), error)
+            self._lost.add(name)
 
     def _show(self, method: str, *values: Any) -> None:
         """Call a method of TensorBoard's writer, as long as its files can be written."""
@@ -188,7 +185,7 @@ class RunLog:
 
     def progress(self, step: int, last: int) -> None:
         """Move the progress bar, which a terminal shows below the lines, to `step` of `last`."""
-        if self._file is None:
+        if not self._files:
             return
         if self._bar is None:
             shown = "{percentage:3.0f} %|{bar:20}| {n_fmt}/{total_fmt} {elapsed}<{remaining}"
@@ -200,26 +197,11 @@ class RunLog:
         for logger in self._loggers:
             with suppress(Exception):
                 logger.close()
-        for thing in (self._bar, self._file, self._text, self._events, self._board):
+        for thing in (self._bar, *self._files.values(), self._board):
             if thing is not None:
                 with suppress(OSError):
                     thing.close()
         threading.excepthook = self._excepthook
-
-
-def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
-    """Hide tracebacks of TensorBoard's thread for files that can't be written: its next call raises the same error.
-
-    Returns the hook that was replaced.
-    """
-    before = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-            before(args)
-
-    threading.excepthook = hook
-    return before
 
 
 def _rounded(value: Any) -> Any:
@@ -245,11 +227,8 @@ def _keep_lines_until(path: Path, step: int) -> None:
 
 
 def open_loggers(ds: Mapping[str, Any], run_dir: Path, run_id: str) -> tuple[list[Logger], list[str]]:
-    """Open the loggers that a ds config enables, on rank 0 only; a resumed run continues under its `run_id`. Returns
-    them, and a warning for a trackio server that can't be reached, without which the run trains.
-
-    Raises ConfigError for a package that is not installed, and for W&B if it does not start.
-    """
+    """Open the loggers that a ds config enables, on rank 0 only, and return warnings, as for a trackio server that
+    can't be reached. Raises ConfigError for a package that is not installed, and for W&B if it does not start."""
     loggers, warnings = list[Logger](), list[str]()
     for name, opener in zip(LOGGERS, (_open_wandb, _open_trackio), strict=True):
         if distributed.rank() != 0 or not ds.get(name, {}).get("enabled"):
@@ -296,3 +275,97 @@ def _open_trackio(section: Mapping[str, Any], run_dir: Path, run_id: str) -> Log
     names = {"project": "dino_ds"} | {key: value for key, value in section.items() if key != "enabled"}
     run = trackio.init(name=f"{run_dir.name}-{run_id[:8]}", resume="allow", embed=False, **names)
     return Logger("trackio", lambda values, step: run.log(dict(values), step), run.finish)
+
+
+NEAR = 0.02
+"""Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""
+NO_KL = 0.01
+"""Fraction of ln K below which the KL says that the teacher gives every image the same target."""
+WINDOWS = 10
+"""Consecutive lines of metrics before the alarm: a single batch may come near either bound."""
+_HINTS = {
+    "one prototype": "lower optimizer.lr or raise objective.teacher_temp; with Sinkhorn-Knopp raise data.global_batch, "
+    "else lower objective.center_momentum",
+    "uniform": "lower optimizer.lr; with Sinkhorn-Knopp raise objective.koleo_weight or lengthen optimizer.warmup, "
+    "else lower objective.teacher_temp (DINO: 0.04 to 0.07)",
+}
+
+
+class _Alarm:
+    """Reports a symptom once it has lasted for WINDOWS lines of metrics, and again only after a recovery."""
+
+    def __init__(self) -> None:
+        self._windows, self._kind = 0, ""
+        self.on = False
+
+    def _report(self, step: int, kind: str, symptom: str) -> str:
+        """Count a line of metrics with a symptom of this kind; returns the line of an alarm that starts, else ""."""
+        self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
+        self._kind, was_on = kind, self.on
+        self.on = bool(kind) and (was_on or self._windows >= WINDOWS)
+        return f"collapse after step {step}: {symptom}" if self.on and not was_on else ""
+
+
+class CollapseAlarm(_Alarm):
+    """Checks the entropy and the KL of targets over prototypes in each line of metrics.
+
+    Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
+    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
+    targets are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as
+    these. rows: what has one target each, an image or a patch.
+    """
+
+    def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
+        super().__init__()
+        self._most, self._rows, self._warmup_steps = math.log(prototypes), rows, warmup_steps
+
+    def look(self, step: int, entropy: float, kl: float) -> str:
+        """The alarm's line when it starts, else "". Entropy and KL in nats are means since the last line of metrics."""
+        kind = ""
+        if abs(kl) < NO_KL * self._most:
+            if entropy < NEAR * self._most:
+                kind = "one prototype"
+            elif entropy > (1 - NEAR) * self._most and step > self._warmup_steps:
+                kind = "uniform"
+        symptom = (
+            f"the teacher gives every {self._rows} the same target ({kind}; entropy {entropy:.3f} of {self._most:.3f} "
+            f"nats, KL {kl:.4f}; DINO, figure 7); {_HINTS.get(kind)}"
+        )
+        return self._report(step, kind, symptom)
+
+
+class SpreadAlarm(_Alarm):
+    """Checks the spread of features over images, for objectives without prototypes: 0 if all images have one feature, 1
+    if they fill the sphere. A low spread is normal before the end of the warm-up."""
+
+    def __init__(self, name: str, warmup_steps: int) -> None:
+        super().__init__()
+        self._name, self._warmup_steps = name, warmup_steps
+
+    def look(self, step: int, spread: float) -> str:
+        kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
+        hint = "lower optimizer.lr, lengthen optimizer.warmup or raise data.global_batch"
+        symptom = f"the student gives every image the same feature ({self._name} {spread:.3f} of 1); {hint}"
+        return self._report(step, kind, symptom)
+
+
+FAR = 0.1
+"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.02, without
+its weight on this distance 0.14 was reached, where ridge was below the start (docs/notes/continue.md)."""
+
+
+class DriftAlarm:
+    """Warns of features that leave those of the weights that a run started from. `ended` says why the run ends, ""
+    before: their distance is above `most`."""
+
+    def __init__(self, most: float | None = None) -> None:
+        self._on, self._most, self.ended = False, most, ""
+
+    def look(self, step: int, distance: float) -> str:
+        if self._most is not None and distance > self._most:
+            self.ended = f"eval.stop_after: preserve_loss {distance:.3f} is above {self._most:g}"
+        was_on, self._on = self._on, distance > FAR
+        if was_on or not self._on:
+            return ""
+        what = f"warning  step {step}: features are leaving the start's (preserve_loss {distance:.3f} of 2)"
+        return f"{what}: what it knew may be lost; raise objective.preserve_weight or lower optimizer.lr"

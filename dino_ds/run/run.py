@@ -27,11 +27,9 @@ from dino_ds.run.metrics import RunLog
 
 @dataclass(frozen=True)
 class StepContext:
-    """The state of a run between two steps; images: number of images in all steps so far.
-
-    Long work calls `stop_requested` every few seconds, which also shows its progress to the watchdog. at_start: the run
-    or stage has made no step yet; training: the whole training step, for tasks that need more than the teacher.
-    """
+    """The state of a run between two steps; images: number of images in all steps so far; at_start: the run or stage
+    has made no step yet. Long work calls `stop_requested` every few seconds, which also shows its progress to the
+    watchdog."""
 
     teacher: Teacher
     device: torch.device
@@ -49,11 +47,9 @@ class PeriodicTask(Protocol):
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to run after `step`, 0 for the untrained network."""
-        ...
 
     def run(self, moment: StepContext) -> bool:
         """Run the task and write down its results; False if a stop was requested before its end."""
-        ...
 
     def missed(self, step: int, at_start: bool) -> bool:
         """Whether the task is due at `step`, and an earlier start reached that step without running the task."""
@@ -88,11 +84,7 @@ class RunState:
     bad_images: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "position": asdict(self.position),
-            "skipped_steps": self.skipped_steps,
-            "bad_images": sorted(self.bad_images),
-        }
+        return asdict(self) | {"bad_images": sorted(self.bad_images)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`. Raises LookupError, TypeError or ValueError if it is not from `state_dict`."""
@@ -105,10 +97,9 @@ class RunState:
 class LoopOptions:
     """Plain values that the loop needs from a recipe and its images, so that it depends on neither.
 
-    images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
-    None to let `SaveClock` decide. teacher_groups: names of the crop groups whose outputs are the targets.
-    predicted_gib: of a rank, or None. part_ends: by source, images up to its last. most_drift: the distance to the
-    start's features above which the run ends, or None.
+    epoch_steps: optimizer steps of one pass over the `images`. save_every: in steps, or None to let `SaveClock` decide.
+    teacher_groups: names of the crop groups whose outputs are the targets. part_ends: by source, images up to its last.
+    most_drift: the distance to the start's features above which the run ends, or None.
     """
 
     images: int
@@ -134,12 +125,6 @@ class Run:
     pictures: PeriodicTask | None
     log: RunLog
 
-    def advance(self) -> None:
-        """Advance the position by one micro-batch of every rank."""
-        consumed = self.step.engine.config.micro_batch * distributed.world_size()
-        per_epoch = self.options.epoch_steps * self.options.global_batch
-        self.state.position = self.state.position.advance(consumed, per_epoch)
-
 
 FIRST_SAVE_AFTER = 5
 """Steps of this process before its first save, which shows a broken disk early."""
@@ -153,11 +138,8 @@ SAVE_SECONDS = 600.0
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    Lines that methods return are for the log. `saving` commits saves.
-
-    Attributes:
-        description: fields of Manifest that are the same in all checkpoints of this start.
-        files: the run's `TeacherFiles`, which writes the teacher's backbone to the run folder.
+    Lines that methods return are for the log. `saving` commits saves. description: fields of Manifest that are the same
+    in all checkpoints of this start. files: the run's `TeacherFiles`.
     """
 
     checkpoints: Checkpoints
@@ -169,11 +151,8 @@ class Saver:
     background: bool
 
     def __post_init__(self) -> None:
-        self._run_dir = self.checkpoints.folder.parent
-        self.saved_step = 0
-        """Step of the newest checkpoint that this start has loaded or saved."""
-        self._unwritten: list[str] = []
-        """Reasons, not yet logged, why the best teacher could not be written after a save."""
+        self.saved_step = 0  # of the newest checkpoint that this start has loaded or saved
+        self._unwritten: list[str] = []  # reasons, not yet logged, why the best teacher could not be written
         self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
@@ -196,18 +175,16 @@ class Saver:
     def check_folder(self) -> None:
         """Raises CheckpointError, on all ranks, where the run folder was removed or renamed during the run."""
         with distributed.raise_on_all_ranks():
-            if distributed.rank() == 0 and is_gone(self._run_dir / "config.yaml"):
+            run_dir = self.checkpoints.folder.parent
+            if distributed.rank() == 0 and is_gone(run_dir / "config.yaml"):
                 raise CheckpointError(
-                    f"{self._run_dir} is gone, removed or renamed while the run was at work: training ends, and "
+                    f"{run_dir} is gone, removed or renamed while the run was at work: training ends, and "
                     "nothing more is saved. If it was renamed, give --run_dir its new path, and --resume"
                 )
 
     def save(self, wait: bool) -> list[str]:
-        """Write a checkpoint, and the teacher as one file that timm reads.
-
-        Training continues meanwhile, and the checkpoint counts once `saving.poll` has found it complete; with `wait` it
-        is complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
-        """
+        """Write a checkpoint, and the teacher as one file that timm reads, while training continues; with `wait` it is
+        complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed."""
         step, part = self.step, self.step.engine.state()
         state = {**self.state.state_dict(), "evaluations": self.evaluations.state_dict() if self.evaluations else {}}
         state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
@@ -219,42 +196,9 @@ class Saver:
         reasons, self._unwritten = self._unwritten, []
         return lines + [f"warning  the best teacher can't be written: {reason}" for reason in reasons]
 
-    def metrics(self) -> dict[str, float]:
-        """Time and size of the last checkpoint of this process, for metrics.jsonl."""
-        cost = self.saving.cost
-        if cost is None:
-            return {}
-        return {
-            "save_seconds": cost.seconds,
-            "save_stall_seconds": cost.stall_seconds,
-            "checkpoint_gib": cost.bytes / 2**30,
-        }
-
-    def load(self, saved: SavedCheckpoint) -> None:
-        """Load a checkpoint of this run into the run's parts. Raises CheckpointError where it lacks something."""
-        self._load(saved, saved.whole())
-        self.saved_step = saved.manifest.step
-
-    def continue_from(self, saved: SavedCheckpoint) -> list[str]:
-        """Load a checkpoint of the previous stage; tensors that it lacks keep their initial values, and are named.
-
-        A teacher that becomes a copy of another one now or later keeps its initial values in any case.
-        """
-        initial = self.step.state()
-        replaced = self.step.schedules.replacements.items()
-        begin = tuple(f"teachers.{name}." for name, replacement in replaced if replacement.start >= saved.manifest.step)
-        saved_tensors = {key: t for key, t in saved.whole().items() if not key.startswith(begin)}
-        self._load(saved, {**initial, **saved_tensors})
-        return _name_missing(saved, initial)
-
-    def restart_from(self, saved: SavedCheckpoint) -> list[str]:
-        """Load the objective's running statistics alone: the network was built with the teacher's weights."""
-        objective = self.step.objective
-        initial = objective.state()
-        objective.load_state({**initial, **{name: t for name, t in saved.whole().items() if name in initial}})
-        return _name_missing(saved, initial)
-
-    def _load(self, saved: SavedCheckpoint, whole: Mapping[str, Tensor]) -> None:
+    def restore(self, saved: SavedCheckpoint, whole: Mapping[str, Tensor]) -> None:
+        """Load a checkpoint, with the tensors `whole`, into the run's parts. Raises CheckpointError if it lacks
+        some."""
         state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
@@ -296,13 +240,6 @@ class Saver:
             except OSError as error:
                 lines = [f"warning  the best teacher can't be written: {error.strerror or error}; training continues"]
         return lines
-
-
-def _name_missing(saved: SavedCheckpoint, initial: Mapping[str, Tensor]) -> list[str]:
-    """A line on the tensors that a checkpoint lacks, by the first two parts of their names; [] if it has all."""
-    missing = initial.keys() - saved.whole().keys()
-    names = sorted({".".join(name.split(".")[:2]) for name in missing})
-    return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
 
 
 class SaveClock:

@@ -28,12 +28,10 @@ from dino_ds import __version__
 from dino_ds.basics.files import discard, discard_left_over, hash_code, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER, did_you_mean, sidecar_of, step_name
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE, Manifest, write_tensors
-from dino_ds.config import stages
+from dino_ds.config import fields, schema, stages
 from dino_ds.config.ds_schema import DsConfig, offloads_optimizer, offloads_weights
-from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import flat_values, flatten
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.engine import distributed
@@ -45,70 +43,16 @@ from dino_ds.method.specs.own import code_of
 from dino_ds.models.trained import merged
 from dino_ds.weights.sidecar import about_teacher, open_checkpoint, read_sidecar, write_with_sidecar
 
-IMAGES = "images"
-"""The name of the images in --allow_change."""
-_PROBES = 500
-_OPTIMIZER = "optimizer.kind"
+_IMAGES = "images"  # their name in --allow_change
 _FILES = (
     *("config.yaml", "ds_config.json", stages.ENVIRONMENT, "metrics.jsonl", "log.txt", "events.jsonl"),
     *("teacher.safetensors", "teacher.json", BEST_TEACHER, "best_teacher.json", "evaluations.json"),
     "bad_batches.jsonl",
 )
 _FOLDERS = ("checkpoints", "tensorboard", "pictures")
-_SECONDS_TO_SEE = 40.0
 _PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
-_MOST_STARTS = 200
 _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 """Launchers, and for each an environment variable of a rank that no other launcher sets."""
-
-
-def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
-    """The keys in --allow_change, perhaps with IMAGES. Raises ConfigError for an unknown key or one that is free."""
-    known = {*_learned(recipe, config), IMAGES}
-    allowed = {key.strip() for key in keys.split(",")}
-    for key in sorted(allowed - known):
-        free = stages.is_free(key) and key in flat_values(recipe)
-        reason = "it may change freely, leave it out" if free else "it is not a key of the recipe"
-        raise ConfigError(f"--allow_change {key}: {reason}.{'' if free else did_you_mean(key, known)}")
-    return allowed
-
-
-def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> dict[str, str]:
-    """The differences from a checkpoint's settings that change what is learned, in words by dotted name. Relative paths
-    of the checkpoint start at the folder `began_in`."""
-    before = flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
-    return stages.changed_settings(before, _learned(recipe, config), began_in)
-
-
-def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> list[str]:
-    """Human-readable lines on what differs from the start that saved a checkpoint: settings, versions, how it runs."""
-    old, new = saved.model_dump(), describe_settings(recipe, config)
-    changed = changed_since(saved, recipe, config, began_in)
-    notes = [f"changed since step {saved.step}, as allowed: {how}" for how in changed.values()]
-    other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
-    notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
-    was, now = _computed(old, new), _computed(new, old)
-    return [f"resumed from {was} under {now}", *notes] if was != now else notes
-
-
-def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
-    """The settings of this start, as fields of a checkpoint's Manifest."""
-    zero = config.raw.get("zero_optimization", {})
-    return {
-        "stage": config.stage,
-        "world_size": distributed.world_size(),
-        "precision": config.precision,
-        "offload": offloads_optimizer(zero) or offloads_weights(zero),
-        "micro_batch": config.micro_batch,
-        "accumulation": config.accumulation,
-        "gradient_clipping": config.clipping,
-        "recipe": recipe.model_dump(mode="json"),
-        "versions": versions() | _own_code(recipe),
-    }
-
-
-def _learned(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
-    return stages.learned(recipe.model_dump(mode="json")) | {"gradient_clipping": config.clipping}
 
 
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
@@ -120,56 +64,19 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
 
 
-class ImageComparison:
-    """Compares the images of this start with a checkpoint's; if `allowed`, they may change schedules."""
-
-    def __init__(self, recipe: Recipe, now: ImageSet, allowed: bool) -> None:
-        self._recipe, self._now, self._allowed = recipe, now, allowed
-
-    def check(self, saved: Manifest) -> None:
-        """Raises CheckpointError where lengths in epochs now have another number of steps, or the same images are
-        balanced differently."""
-        before, balance = ImageSet.from_json(saved.images), self._recipe.data.balance
-        if self._allowed:
-            return
-        if before.groups and self._now.groups not in ("", before.groups) and before.names == self._now.names:
-            raise CheckpointError(
-                f"the {balance.partition(':')[0]} of data.balance {balance} are others than those since step "
-                f"{saved.step}: bring them back, or accept with --allow_change {IMAGES}"
-            )
-        batch = self._recipe.data.global_batch
-        old, new = (
-            build_schedules(self._recipe, max(1, image_set.count // batch)) for image_set in (before, self._now)
-        )
-        if moved := _moved(old, new, saved.step):
-            raise CheckpointError(
-                f"images changed since step {saved.step} ({before.changes(self._now)}), and lengths in epochs with "
-                f"them: {moved}; accept with --allow_change {IMAGES}, or bring the images back"
-            )
-
-    def notes(self, saved: Manifest) -> list[str]:
-        """Human-readable lines on the images that have changed."""
-        changes = ImageSet.from_json(saved.images).changes(self._now)
-        return [f"images changed since step {saved.step}: {changes}"] if changes else []
-
-
-def _moved(old: Schedules, new: Schedules, step: int) -> str:
-    """The differences between the schedules from `step` on, in words, or "" without any."""
+def _first_difference(old: Schedules, new: Schedules, step: int) -> int | None:
+    """The first step from `step` on at which the schedules differ, among their edges and steps between."""
     last = max(old.steps, new.steps, step + 1)
     lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
     ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
-    edges = {edge for end in ends for edge in (end - 1, end)}
-    places = sorted({*range(step, last, max(1, (last - step) // _PROBES)), *(e for e in edges if step <= e < last)})
-    first = next((probe for probe in places if old.at(probe) != new.at(probe)), None)
-    parts = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
-    return "; ".join(parts + ([] if first is None else [f"schedules differ from step {first} on"]))
+    edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
+    places = sorted({*range(step, last, max(1, (last - step) // 500)), *edges})
+    return next((place for place in places if old.at(place) != new.at(place)), None)
 
 
-def _check_same_images(source: Source) -> None:
-    """Raises DataError, on all ranks, where ranks differ in the number of images or in some of their names.
-
-    Such ranks would train on different data and wait for each other forever.
-    """
+def describe_images(source: Source, root: str | None) -> ImageSet:
+    """Describe all images, on rank 0 for all ranks. Raises DataError, on all ranks, where ranks differ in the number of
+    images or in some of their names: they would train on different data and wait for each other forever."""
     names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
     counts = distributed.gather_objects((len(source), zlib.crc32(names.encode()), socket.gethostname()))
     for rank, (count, names_of_rank, host) in enumerate(counts):
@@ -179,13 +86,7 @@ def _check_same_images(source: Source) -> None:
                 "data.root must hold the same files on all machines",
                 said_by_me=distributed.rank() == 0,
             )
-
-
-def describe_images(source: Source, root: str | None) -> ImageSet:
-    """Describe all images, on rank 0 for all ranks. Raises DataError where a rank has other images."""
-    _check_same_images(source)
-    mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
-    images: ImageSet = distributed.gather_objects(mine)[0]
+    images: ImageSet = distributed.gather_objects(ImageSet.of(source, root) if distributed.rank() == 0 else None)[0]
     return images
 
 
@@ -195,8 +96,8 @@ def check_same_start(run_dir: Path, recipe: Recipe, ds: Mapping[str, Any]) -> No
     Paths may differ, as those of a disk may by machine; images are compared by content later.
     """
     mine: dict[str, Any] = {**versions(), "the code of dino_ds": hash_code(), "the run folder's name": run_dir.name}
-    mine |= {key: value for key, value in flat_values(recipe).items() if key not in stages.path_keys()}
-    mine |= {f"ds.{key}": value for key, value in flatten(dict(ds)).items()}
+    mine |= {key: value for key, value in schema.flat_values(recipe).items() if key not in stages.path_keys()}
+    mine |= {f"ds.{key}": value for key, value in schema.flatten(dict(ds)).items()}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
     starts = distributed.gather_objects((socket.gethostname(), digest))
     first_host, expected = starts[0]
@@ -221,12 +122,9 @@ class TeacherFiles:
     distilled: dict[str, Any] | None
 
     def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None:
-        """Write teacher.safetensors and teacher.json. Raises OSError.
-
-        teacher.safetensors has the backbone after `step` steps, in FP32, under timm's names, with adapters merged.
-        teacher.json says how the teacher was made and from what it was distilled.
-        best: facts of the best teacher; if they are given, the files are best_teacher.* instead.
-        """
+        """Write the backbone after `step` steps to teacher.safetensors, in FP32, under timm's names, with adapters
+        merged, and to teacher.json how it was made; to best_teacher.* if `best`, the facts of the best teacher, is
+        given. Raises OSError."""
         facts, name = about_teacher(self.recipe, self.distilled, step, versions()), "teacher.safetensors"
         if best is not None:
             facts["best"], name = {key: best[key] for key in ("metric", "value", "start")}, BEST_TEACHER
@@ -240,8 +138,8 @@ class TeacherFiles:
     ) -> list[str]:
         """Make the best teacher's file agree with a run that continues at step `start`; returns lines for the log.
 
-        If the file is not of the step of `best`, as after a crash or a full disk, `exported` takes the teacher from the
-        checkpoint of that step. Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
+        If it is not of the step of `best`, as after a crash, `exported` takes the teacher from that step's checkpoint.
+        Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
         """
         there, step = best_step(self.path), best["step"]
         folder = self.path / "checkpoints" / step_name(step or 0)
@@ -270,7 +168,7 @@ def best_step(run: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def earlier_recipe(path: Path, resume: Resume) -> Recipe | None:
+def earlier_recipe(path: Path, resume: fields.Resume) -> Recipe | None:
     """The recipe of the resumed run, with the image settings that it began with; None if it can't be read."""
     try:
         return stages.load_run_recipe(path) if stages.holds_run(path) and resume is not False else None
@@ -281,12 +179,15 @@ def earlier_recipe(path: Path, resume: Resume) -> Recipe | None:
 class RunFolder:
     """The run folder as a start finds it: it holds a run already, or one begins there with `recipe` and `config`.
 
-    allow_change: comma-separated keys whose values may differ from those of the checkpoint. Raises ConfigError if
-    `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown key.
+    Raises ConfigError if `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown
+    key in `allow_change`.
     """
 
+    images: ImageSet
+    """Those of this start."""
+
     def __init__(
-        self, path: Path, recipe: Recipe, config: DsConfig, resume: Resume, allow_change: str | None = None
+        self, path: Path, recipe: Recipe, config: DsConfig, resume: fields.Resume, allow_change: str | None = None
     ) -> None:
         self.path, self.recipe, self.config = path, recipe, config
         stages.check_may_begin(path, resume)
@@ -299,61 +200,120 @@ class RunFolder:
         self.origin = stages.Origin.read(path) if self.resume else None
         self.began_in = stages.started_in(path) if self.resume else None
         self.config_name = stages.read_environment(path, stages.CONFIG_NAME) if self.resume else None
-        self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
-        self.allows_other_images = IMAGES in self._allowed
+        self._allowed = set() if allow_change is None else {key.strip() for key in allow_change.split(",")}
+        known = {*self._learned(), _IMAGES}
+        for key in sorted(self._allowed - known):
+            free = stages.is_free(key) and key in schema.flat_values(recipe)
+            reason = "it may change freely, leave it out" if free else "it is not a key of the recipe"
+            raise ConfigError(f"--allow_change {key}: {reason}.{'' if free else did_you_mean(key, known)}")
         check_place(path)
 
-    def agree(self) -> None:
-        """Adopt what rank 0 has found in the folder; every rank must call this."""
-        mine = (self.resume, self.run_id, self.origin, secrets.token_hex(8))
-        self.resume, self.run_id, self.origin, self._new_id = distributed.gather_objects(mine)[0]
+    def _learned(self) -> dict[str, Any]:
+        return stages.learned(self.recipe.model_dump(mode="json")) | {"gradient_clipping": self.config.clipping}
 
-    def adopt_run_id(self, saved: Manifest | None) -> str:
-        """Adopt and return the id of the checkpoint, else of the folder, else a new one."""
-        self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
-        return self.run_id
+    def agree(self) -> None:
+        """Adopt what rank 0 has found in the folder, and its id for a new run; every rank must call this."""
+        mine = (self.resume, self.run_id, self.origin, secrets.token_hex(8))
+        self.resume, self.run_id, self.origin, self.new_id = distributed.gather_objects(mine)[0]
+
+    @property
+    def first_step(self) -> int:
+        """The step at which a stage began, else 0."""
+        return self.origin.first_step if self.origin else 0
 
     def changed(self, saved: Manifest) -> dict[str, str]:
         """The settings that change what is learned and differ from a checkpoint's, in words by dotted name."""
-        return changed_since(saved, self.recipe, self.config, self.began_in)
+        before = schema.flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
+        return stages.changed_settings(before, self._learned(), self.began_in)
 
-    def check_settings(self, saved: Manifest) -> None:
-        """Raises CheckpointError, naming every difference, where resuming would learn something else."""
+    def check(self, saved: Manifest) -> None:
+        """Raises CheckpointError, naming every difference, where resuming would learn something else: by settings, by
+        the number of steps of lengths in epochs, or by images that are balanced differently."""
         changed = self.changed(saved)
-        if _OPTIMIZER in changed:
+        if optimizer := changed.get("optimizer.kind"):
             raise CheckpointError(
-                f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
-                "it back, or start a new run from these weights with --model.init_from"
+                f"{optimizer} since step {saved.step}, whose moments are of no use to another optimizer: set it back, "
+                "or start a new run from these weights with --model.init_from"
             )
         if refused := {key: how for key, how in changed.items() if key not in self._allowed}:
             raise CheckpointError(
                 f"settings changed since step {saved.step}: {', '.join(refused.values())}; accept with --allow_change "
                 f"{','.join(refused)}"
             )
+        if _IMAGES in self._allowed:
+            return
+        before, now, data = ImageSet.from_json(saved.images), self.images, self.recipe.data
+        if before.groups and now.groups not in ("", before.groups) and before.names == now.names:
+            raise CheckpointError(
+                f"the {data.balance.partition(':')[0]} of data.balance {data.balance} are others than those since step "
+                f"{saved.step}: bring them back, or accept with --allow_change {_IMAGES}"
+            )
+        old, new = (build_schedules(self.recipe, max(1, some.count // data.global_batch)) for some in (before, now))
+        moved = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
+        if (first := _first_difference(old, new, saved.step)) is not None:
+            moved.append(f"schedules differ from step {first} on")
+        if moved:
+            raise CheckpointError(
+                f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them: "
+                f"{'; '.join(moved)}; accept with --allow_change {_IMAGES}, or bring the images back"
+            )
 
-    def check_nothing_saved(self) -> None:
-        """Raises CheckpointError, on all ranks, if a run without checkpoints has a teacher's file: it had one then."""
-        with distributed.raise_on_all_ranks():
-            if (teacher := self.path / "teacher.safetensors").exists():
-                raise CheckpointError(
-                    f"{self.path} has no checkpoint, and had one: {teacher} was written with it. Bring "
-                    f"{self.path / 'checkpoints'} back; to start from the beginning, name another --run_dir, or move "
-                    "that file away"
-                )
+    def image_notes(self, saved: Manifest) -> list[str]:
+        """Human-readable lines on the images that have changed."""
+        changes = ImageSet.from_json(saved.images).changes(self.images)
+        return [f"images changed since step {saved.step}: {changes}"] if changes else []
 
-    def last_step(self, epoch_steps: int, max_steps: int | None) -> int:
+    def notes(self, saved: Manifest) -> list[str]:
+        """Human-readable lines on what differs from the start that saved a checkpoint: how it runs, settings, versions,
+        images."""
+        old, new = saved.model_dump(), self.settings()
+        notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self.changed(saved).values()]
+        other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
+        notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
+        was, now = _computed(old, new), _computed(new, old)
+        return [*([f"resumed from {was} under {now}"] if was != now else []), *notes, *self.image_notes(saved)]
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of this start, as fields of a checkpoint's Manifest."""
+        config, zero = self.config, self.config.raw.get("zero_optimization", {})
+        by_name = dict(versions())
+        for module in [path.partition(":")[0] for _, path in code_of(self.recipe)]:  # without what these import
+            file = getattr(sys.modules.get(module), "__file__", None)
+            if file and os.path.isfile(file):
+                digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+                by_name[f"the code of {module}"] = digest[:12]
+        return {
+            "stage": config.stage,
+            "world_size": distributed.world_size(),
+            "precision": config.precision,
+            "offload": offloads_optimizer(zero) or offloads_weights(zero),
+            "micro_batch": config.micro_batch,
+            "accumulation": config.accumulation,
+            "gradient_clipping": config.clipping,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "versions": by_name,
+        }
+
+    def last_step(self, epoch_steps: int, max_steps: int | None, done: int) -> int:
         """The step at which training ends, after at most `max_steps` steps from the first one of the run or stage.
 
-        Raises ConfigError for a stage that would end before its first step.
+        Raises ConfigError for a stage that would end before its first step, and for a run that is beyond its last, by
+        `done` steps.
         """
-        first = self.origin.first_step if self.origin else 0
         last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
-        if self.origin and last <= first:
+        if self.origin and last <= self.first_step:
             raise ConfigError(
-                f"{self.origin.run} has done {first} steps, and length {self.recipe.length} ends at step {last}: give "
-                "the stage a length, which counts from there"
+                f"{self.origin.run} has done {self.first_step} steps, and length {self.recipe.length} ends at step "
+                f"{last}: give the stage a length, which counts from there"
             )
-        return min(last, first + max_steps) if max_steps else last
+        last = min(last, self.first_step + max_steps) if max_steps else last
+        if done > last:
+            ends = f"--max_steps {max_steps}" if max_steps else f"length {self.recipe.length}"
+            raise ConfigError(
+                f"{ends} lies behind: {self.path} has done {done} steps, and would end at {last}; give more, or leave "
+                "it out"
+            )
+        return last
 
 
 def check_place(path: Path) -> None:
@@ -394,21 +354,14 @@ def write_description(folder: RunFolder) -> None:
             except OSError as error:
                 raise unwritable(f"run folder {path}", error) from None
     with distributed.raise_on_all_ranks():
-        if not _becomes_visible(path / "config.yaml"):
-            raise ConfigError(
-                f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
-                "put --run_dir on a disk that all machines share"
-            )
-
-
-def _becomes_visible(path: Path) -> bool:
-    """Whether a file of another machine becomes visible in time: NFS caches its absence for half a minute."""
-    end = time.monotonic() + _SECONDS_TO_SEE
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
+        end = time.monotonic() + 40  # NFS caches the absence of another machine's file for half a minute
+        while not (path / "config.yaml").exists():
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
+                    "put --run_dir on a disk that all machines share"
+                )
+            time.sleep(0.2)
 
 
 @functools.cache
@@ -423,48 +376,30 @@ def versions() -> dict[str, str]:
     return by_package
 
 
-def _own_code(recipe: Recipe) -> dict[str, str]:
-    """Digests of the user's own modules that a recipe names, but not of the modules that these import."""
-    digests = {}
-    for module in [path.partition(":")[0] for _, path in code_of(recipe)]:
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file and os.path.isfile(file):
-            digests[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-    return digests
-
-
 def _describe_environment(run_dir: Path) -> dict[str, Any]:
-    """The contents of environment.json on the machine and the starts; the last of its "starts" is this one."""
+    """The contents of environment.json on the machine and the starts; the last of its "starts" is this one, whose
+    "launcher" is "" without a launcher, or for an unknown one."""
     cuda = torch.cuda.is_available()
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "ranks": distributed.world_size(),
-        "devices": torch.cuda.get_device_name() if cuda else "cpu",
-        "cuda": torch.version.cuda if cuda else None,
-        "starts": [*_read_starts(run_dir), _describe_start()],
-    }
-
-
-def _describe_start() -> dict[str, Any]:
-    """Describe this start of a run; "launcher" is "" without a launcher, or for an unknown one."""
-    return {
+    this_start = {
         "time": beat.now(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "launcher": next((name for name, variable in _LAUNCHERS.items() if variable in os.environ), ""),
         "ranks": distributed.world_size(),
         stages.STARTED_IN: os.getcwd(),
     }
-
-
-def _read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest earlier starts of the run in this folder."""
     try:
-        starts = json.loads((run_dir / stages.ENVIRONMENT).read_text())["starts"]
-        return [
-            {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks", stages.STARTED_IN)}
-            for start in starts[-_MOST_STARTS:]
+        starts = [
+            {name: start.get(name, "") for name in this_start}
+            for start in json.loads((run_dir / stages.ENVIRONMENT).read_text())["starts"][-200:]
             if isinstance(start, dict)
         ]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        return []
+        starts = []
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "ranks": distributed.world_size(),
+        "devices": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "starts": [*starts, this_start],
+    }

@@ -21,16 +21,13 @@ from sklearn.cluster import KMeans
 import dino_ds
 from dino_ds.commands import embed, find
 from dino_ds.commands.curate import _train, check
-from dino_ds.commands.find import Embedded, _heading
+from dino_ds.commands.find import Embedded
 from dino_ds.config.loading import dump_recipe, load_recipe
-from dino_ds.data.root import open_files
-from dino_ds.data.sources import training_images
+from dino_ds.data import root, sources
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
 from dino_ds.evals.curation import Vectors, cluster_levels, draw, groups, nearest_rows, pairs_of_cosine
-from dino_ds.options.commands import TRAIN
-from dino_ds.options.definition import CurateOptions
-from dino_ds.options.flags import parse_flags
+from dino_ds.options import commands, definition, flags
 from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import reproduction
 from dino_ds.weights.export import FORMATS
@@ -139,7 +136,7 @@ def _gray_patches(images):
 def test_images_of_other_channels_have_a_size_and_their_sheet_says_which_it_shows(tmp_path, monkeypatch):
     np.save(tmp_path / "0.npy", np.zeros((4, 30, 50), np.uint16))
     embedded = object.__new__(Embedded)
-    source, about = open_files(str(tmp_path)), {"normalization": {"mean": (0.0,) * 4, "std": (1.0,) * 4}}
+    source, about = root.open_files(str(tmp_path)), {"normalization": {"mean": (0.0,) * 4, "std": (1.0,) * 4}}
     vars(embedded).update(source=source, about=about)
     assert embedded.side(0) == 50
     monkeypatch.setattr(Embedded, "_picture", lambda *_: np.zeros((8, 8, 3)))
@@ -157,7 +154,7 @@ def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path, 
     assert gone == {"copy0.png", "copy1.png", "copy2.jpg", "03.png", "copy4.png", "copy5.jpg"}
     assert found.listed.sum() == 60 and (found.duplicate_of >= 0).sum() == 6
     assert (tmp_path / "out/images.txt").read_bytes().count(b"/caf\xe9/") == 30
-    source = training_images(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data, 0.0)
+    source = sources.training_images(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data, 0.0)
     assert len(source) == 60 and len(source.classes) == 2
     assert Image.open(tmp_path / "out/duplicates.png").width > 200
 
@@ -172,7 +169,7 @@ def test_both_forms_give_the_same_clusters_which_balance_training(place, tmp_pat
     assert (forms[0].clusters < 0).all(axis=1).sum() == 1
     assert len((tmp_path / "p/images.txt").read_bytes().splitlines()) == 20
     keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/npy/clusters.csv"}
-    source = training_images(load_recipe("vits16", keys).data, 0.0)
+    source = sources.training_images(load_recipe("vits16", keys).data, 0.0)
     assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
 
 
@@ -193,10 +190,10 @@ def test_the_printed_command_for_clusters_names_their_images_and_holds_none_out(
     """Of a run of other images that held a tenth out, which data.balance can't."""
     (tmp_path / "config.yaml").write_text(dump_recipe(load_recipe("small", {"data.root": "a", "eval.val_share": 0.1})))
     made = SimpleNamespace(about={"origin": {"model": str(tmp_path), "source": None, "root": "images"}})
-    request = parse_flags(TRAIN, _train(made, "data.balance", tmp_path / "clusters.csv").split()[2:])
+    request = flags.parse_flags(commands.TRAIN, _train(made, "data.balance", tmp_path / "clusters.csv").split()[2:])
     recipe = load_recipe(request.config, request.recipe)
     assert (recipe.data.root, recipe.eval.val_share, recipe.model.width) == ("images", 0, 128)
-    request = parse_flags(TRAIN, _train(made, "data.root", tmp_path / "images.txt").split()[2:])
+    request = flags.parse_flags(commands.TRAIN, _train(made, "data.root", tmp_path / "images.txt").split()[2:])
     assert request.recipe == {"data.root": str(tmp_path / "images.txt")}
 
 
@@ -210,8 +207,6 @@ def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
     named = dino_ds.find(place / "npy.npy", [first.name.replace("07", "copy0"), 31], top=1, out=tmp_path / "c")
     assert len(named) == 2 and by_name[1][1:] == by_row[0][1:]
     assert Image.open(tmp_path / "c.png").height > 200
-    assert _heading([[0] * 3] * 2, 68) == "2 images, and the 2 nearest of 68, with the cosines of their features"
-    assert _heading([[0] * 21] * 99, 68).startswith("12 of 99 images, and 7 of the 20 nearest of 68, ")
     assert str(asked).encode() in (tmp_path / "a.txt").read_bytes()
 
 
@@ -303,7 +298,7 @@ def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
 )
 def test_options_that_say_nothing_are_refused_before_torch_is_loaded(options, said):
     with pytest.raises(ConfigError, match=said):
-        check(CurateOptions(features="x.npy", **options))
+        check(definition.CurateOptions(features="x.npy", **options))
 
 
 def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(place, tmp_path):

@@ -20,13 +20,11 @@ from PIL import Image
 
 import dino_ds
 from dino_ds.commands import embed, embedding_parts
-from dino_ds.data.normalization import IMAGENET
-from dino_ds.data.sources import build_source
+from dino_ds.data import normalization, sources
 from dino_ds.errors import ConfigError, DataError, StorageError
 from dino_ds.evals.features import range_for
 from dino_ds.options.definition import EmbedOptions
-from dino_ds.weights.export import FORMATS
-from dino_ds.weights.sidecar import read_sidecar
+from dino_ds.weights import export, sidecar
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -39,9 +37,9 @@ IMAGES, BAD = 150, 70
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("embed")
-    FORMATS["safetensors"](_backbone(), path / "teacher.safetensors")
+    export.FORMATS["safetensors"](_backbone(), path / "teacher.safetensors")
     image_folder(path / "images", IMAGES, 2)
-    name = build_source("folder", str(path / "images"), "train", False).name(BAD)
+    name = sources.build_source("folder", str(path / "images"), "train", False).name(BAD)
     (path / "images" / name).write_bytes(b"broken")
     return path
 
@@ -51,7 +49,7 @@ def expected(place):
     """What a loop over the images with `dino_ds.load` gives: features, means of patches, maps; NaN for the bad one."""
     model, source = (
         dino_ds.load(place / "teacher.safetensors"),
-        build_source("folder", str(place / "images"), "train", False),
+        sources.build_source("folder", str(place / "images"), "train", False),
     )
     rows = []
     for index in range(len(source)):
@@ -77,7 +75,7 @@ def _check(found, wanted):
 
 @pytest.mark.slow
 def test_every_form_has_every_image_in_order(place, expected, tmp_path):
-    source = build_source("folder", str(place / "images"), "train", False)
+    source = sources.build_source("folder", str(place / "images"), "train", False)
     names = [source.name(i) for i in range(len(source))]
     for form in ("npy", "parquet"):
         result = embed.run(_options(place, tmp_path / form / f"x.{form}", batch=37))
@@ -170,7 +168,7 @@ def _other_images(place, parts):
 
 
 def _described(place, **values):
-    (place / "teacher.json").write_text(json.dumps(read_sidecar(place / "teacher.safetensors") | values))
+    (place / "teacher.json").write_text(json.dumps(sidecar.read_sidecar(place / "teacher.safetensors") | values))
 
 
 CONTINUED_WITH_OTHERS = {
@@ -221,15 +219,15 @@ def test_a_file_that_is_there_is_not_overwritten_and_nothing_is_left_of_unreadab
 def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_path):
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.random.default_rng(number).random((20, 30), np.float32))
-    source = build_source("folder", str(tmp_path), "train", False)
+    source = sources.build_source("folder", str(tmp_path), "train", False)
     for value_range, warned in (((0.0, 4095.0), True), ((-1.0, 2.0), False)):
-        backbone: Any = SimpleNamespace(value_range=value_range, normalization=IMAGENET)
+        backbone: Any = SimpleNamespace(value_range=value_range, normalization=normalization.IMAGENET)
         found, notes = range_for(backbone, [source])
         assert found == value_range and len(notes) == warned
         assert all(note.startswith("WARNING: 3 of 3 images") and "as the training images" in note for note in notes)
     np.save(tmp_path / "bright.npy", 255 * np.random.default_rng(3).random((20, 30), np.float32))
-    source = build_source("folder", str(tmp_path), "train", False)
-    of_8_bits: Any = SimpleNamespace(value_range=None, normalization=IMAGENET)
+    source = sources.build_source("folder", str(tmp_path), "train", False)
+    of_8_bits: Any = SimpleNamespace(value_range=None, normalization=normalization.IMAGENET)
     found, (chosen, warning) = range_for(of_8_bits, [source])
     assert found == (0, 255) and chosen.startswith("4 of 4 images") and warning.startswith("WARNING: 3 of 4 images")
 

@@ -15,12 +15,8 @@ from dino_ds.commands import look_data
 from dino_ds.commands.look_data import report
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.feed import Position
+from dino_ds.data import batches, feed, multicrop, normalization, sources
 from dino_ds.data.loader import DevicePrefetcher, Loader
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalization import IMAGENET
-from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import COMMANDS, LookDataOptions
 from tests.data.files import tiff
@@ -89,11 +85,11 @@ def test_statistics_are_those_of_the_files(folder, looked):
 @pytest.mark.parametrize("augment", ["device", "worker"])
 def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     recipe = recipe_for(folder, **{"data.augment": augment})
-    source = build_source("folder", str(folder), "train", False)
+    source = sources.build_source("folder", str(folder), "train", False)
     rows = list(look_data._sheet_rows(source, recipe))
-    crops = MultiCrop(recipe.groups, recipe.crops.augment)
+    crops = multicrop.MultiCrop(recipe.groups, recipe.crops.augment)
     prefetcher = DevicePrefetcher(
-        Loader(source, crops, LoaderOptions(global_batch=7, micro_batch=7, augment=augment), Position()),
+        Loader(source, crops, batches.LoaderOptions(global_batch=7, micro_batch=7, augment=augment), feed.Position()),
         torch.device("cpu"),
     )
     batch = next(prefetcher)
@@ -106,7 +102,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
         assert len(row.crops) == len(row.boxes) == 5
         for shown, crop in zip(row.crops, all_crops(batch.crops), strict=True):
             # A batch of 7 may be summed in another order than one of 1.
-            levels = (IMAGENET.undone(crop[place]) * 255).round().clamp(0, 255).permute(1, 2, 0)
+            levels = (normalization.IMAGENET.undone(crop[place]) * 255).round().clamp(0, 255).permute(1, 2, 0)
             assert (levels - torch.from_numpy(np.array(shown)).float()).abs().max() <= 1
 
 
@@ -187,7 +183,7 @@ def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
 def test_hidden_patches_are_gray(folder):
     masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
     recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
-    source = build_source("folder", str(folder), "train", False)
+    source = sources.build_source("folder", str(folder), "train", False)
     for plain, hidden in zip(*(look_data._sheet_rows(source, recipe) for recipe in recipes), strict=True):
         for number, (a, b) in enumerate(zip(plain.crops, hidden.crops, strict=True)):
             changed = np.any(np.array(a) != np.array(b), axis=2)

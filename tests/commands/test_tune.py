@@ -15,8 +15,7 @@ from dino_ds.config.stages import Request
 from dino_ds.errors import ConfigError, DataError, OutOfMemory
 from dino_ds.options.commands import BenchTuneOptions, find_command
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning.bench import tune as search
-from dino_ds.planning.measure import ChildFailed, ChildOutOfMemory, ChildResult
+from dino_ds.planning import bench, measure
 from tests.planning.measure.tiny import TINY
 
 GIVEN = {**TINY, "data.global_batch": "64", "crops.num_local": "2"}
@@ -35,15 +34,15 @@ class Machine:
         self.calls.append(function.__name__)
         if len(self.calls) == self.interrupt_at:
             raise KeyboardInterrupt
-        return ChildResult(self._step(words), 0.0, 0.0)
+        return measure.ChildResult(self._step(words), 0.0, 0.0)
 
     def _step(self, words):
         setting, workers = words["setting"], words["setting"]["recipe"]["data"]["workers"]
         micro = setting["ds"]["train_micro_batch_size_per_gpu"]
         if micro == self.failing:
-            raise ChildFailed("it had no luck")
+            raise measure.ChildFailed("it had no luck")
         if micro > MOST_IMAGES:
-            raise ChildOutOfMemory(f"a measuring process took {micro} GiB")
+            raise measure.ChildOutOfMemory(f"a measuring process took {micro} GiB")
         recomputed = "activation_checkpointing" in setting["ds"]
         images = setting["batch"]
         parts = {"student": images * (1 + recomputed) / 30 + 0.1 * images / micro, "optimizer": 0.1}
@@ -58,9 +57,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
-    monkeypatch.setattr(search.measure, "run_in_child", made)
-    monkeypatch.setattr(search.distributed, "usable_cores", lambda: [0, 1, 2, 3])
-    monkeypatch.setattr(search, "_busy_seconds", lambda: 0.0)
+    monkeypatch.setattr(bench.tune.measure, "run_in_child", made)
+    monkeypatch.setattr(bench.tune.distributed, "usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(bench.tune, "_busy_seconds", lambda: 0.0)
     return made
 
 
@@ -135,7 +134,7 @@ def test_what_is_no_faster_than_the_settings_as_given_is_not_recommended(machine
 
 def test_what_was_measured_beside_other_programs_is_not_believed(machine, tmp_path, monkeypatch):
     times = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(search, "_busy_seconds", lambda: float(next(times)))
+    monkeypatch.setattr(bench.tune, "_busy_seconds", lambda: float(next(times)))
     facts = _tune(tmp_path, changes={"data.global_batch": "16"}).data
     assert facts["verdict"].startswith("not reliable") and "checkpointing" in facts["command"]
 

@@ -30,7 +30,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError, is_out_of_memory
-from dino_ds.run.reports import allowed_bad_images
+from dino_ds.run.loop import allowed_bad_images
 from tests.fork_server import fork_server
 
 IMAGES, GLOBAL = 21, 8

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.ema import build_teacher
+from dino_ds.method import ema, specs
 from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
-from dino_ds.method.specs.base import TermSpec
-from dino_ds.method.specs.ours import EmaSpec
 
 
 def drawing(*kinds: str) -> dict[str, str]:
@@ -26,7 +24,7 @@ def drawing(*kinds: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class DrawingSpec(TermSpec):
+class DrawingSpec(specs.base.TermSpec):
     """The term of the class that `kind` names."""
 
     kind: str = ""
@@ -53,33 +51,6 @@ class Drawing(Term):
         raise NotImplementedError
 
 
-class Torch(Drawing):
-    def factor(self, features: Tensor) -> Any:
-        return torch.rand_like(features)
-
-
-class InTargets(Torch):
-    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
-        self.drawn = torch.rand(()).item()
-        return [None] * len(window)
-
-    def factor(self, features: Tensor) -> Any:
-        return self.drawn
-
-
-class Others(Drawing):
-    def factor(self, features: Tensor) -> Any:
-        return random.random() * np.random.rand()
-
-
-class WhenBuilt(Drawing):
-    def __init__(self) -> None:
-        self.point = np.random.rand() + random.random()
-
-    def factor(self, features: Tensor) -> Any:
-        return self.point
-
-
 class Buffer(Drawing, nn.Module):
     mean: Tensor
 
@@ -92,33 +63,28 @@ class Buffer(Drawing, nn.Module):
         return self.mean
 
 
-class InModule(Drawing):
-    def __init__(self) -> None:
-        self.inside = Buffer()
-
-    def factor(self, features: Tensor) -> Any:
-        return self.inside.factor(features)
-
-
-class Plain(Drawing):
-    """A tensor that is replaced, not written to, a number, and a tensor that is not there at first."""
+class Mixed(Drawing):
+    """Draws from torch, NumPy and Python when it is built, for targets, and for losses; has a generator, a module, a
+    number, a tensor that is replaced, not written to, and one that is not there at first."""
 
     def __init__(self) -> None:
-        self.mean, self.calls = torch.zeros((), dtype=torch.float64), 0
+        self.point = np.random.rand() + random.random()
+        self.generator, self.inside, self.calls = torch.Generator().manual_seed(3), Buffer(), 0
+        self.mean = torch.zeros((), dtype=torch.float64)
         self.late: Tensor | None = None
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
+        self.drawn = torch.rand(()).item()
+        return [None] * len(window)
 
     def factor(self, features: Tensor) -> Any:
         self.mean, self.calls = 0.5 * self.mean + features.mean(), self.calls + 1
         self.late = self.mean if self.late is None else 0.9 * self.late + self.mean
-        return self.mean.float() * self.calls + self.late.float()
-
-
-class OwnGenerator(Drawing):
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-
-    def factor(self, features: Tensor) -> Any:
-        return torch.rand((), generator=self.generator)
+        drawn = (
+            torch.rand_like(features) + random.random() * np.random.rand() + torch.rand((), generator=self.generator)
+        )
+        kept = self.mean.float() * self.calls + self.late.float() + self.inside.factor(features)
+        return self.point + self.drawn + drawn + kept
 
 
 class ByItself(Drawing):
@@ -160,11 +126,11 @@ class Listed(Drawing):
 
 
 @dataclass(frozen=True)
-class DrawingEmaSpec(EmaSpec):
+class DrawingEmaSpec(specs.ours.EmaSpec):
     """An EMA teacher whose momentum is drawn."""
 
     def build_teacher(self, parts: Any) -> Any:
-        teacher: Any = build_teacher(self, parts)
+        teacher: Any = ema.build_teacher(self, parts)
         teacher.update = lambda schedule: teacher.move(0.5 + 0.5 * random.random())
         return teacher
 

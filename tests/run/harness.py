@@ -16,8 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.config.ds_config import load_ds_config
-from dino_ds.config.loading import load_recipe
+from dino_ds.config import ds_config, loading
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Request, TrainOptions
 from dino_ds.errors import UserError
@@ -83,8 +82,8 @@ def train_tiny(
                 TrainOptions(
                     run_dir=str(run_dir), max_steps=max_steps, resume=resume, allow_change=allow_change, **more
                 ),
-                recipe=recipe or load_recipe(None, overrides),
-                ds=load_ds_config(path, ds_changes or {}),
+                recipe=recipe or loading.load_recipe(None, overrides),
+                ds=ds_config.load_ds_config(path, ds_changes or {}),
                 ds_path=path,
                 request=Request({"ds_config": path}) if ds_overrides is None else Request(ds=ds_overrides),
             )

@@ -15,8 +15,7 @@ from dino_ds.config.crops import Masks
 from dino_ds.config.fields import Ramp
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermLoss
-from dino_ds.method.specs.base import TermSpec
-from dino_ds.method.specs.ours import EmaSpec
+from dino_ds.method.specs import base, ours
 from dino_ds.models.base import patches_of
 
 PATCHES = patches_of("global")
@@ -28,7 +27,7 @@ allow_code(OWN.values())
 
 
 @dataclass(frozen=True)
-class VarianceSpec(TermSpec):
+class VarianceSpec(base.TermSpec):
     """The variance of patch features is to be a slow teacher's, and more than `floor`."""
 
     floor: float = 0.1
@@ -78,7 +77,7 @@ class GreedySpec(VarianceSpec):
 
 
 @dataclass(frozen=True)
-class LinearEmaSpec(EmaSpec):
+class LinearEmaSpec(ours.EmaSpec):
     """An EMA teacher whose momentum moves along a line."""
 
     def momentum_at(self, step: int, steps: int) -> float:

@@ -15,30 +15,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dino_ds
 from dino_ds.cli.main import main
-from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
-from dino_ds.config.loading import load_recipe
+from dino_ds.config import evaluation, loading
 from dino_ds.data.sources import build_source, split_off
-from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.evals import suite
+from dino_ds.errors import CheckpointError
+from dino_ds.evals import runner, suite, tracking
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.suite import evaluate
-from dino_ds.evals.tracking import Best, read_results
 from dino_ds.report.folder import read_run
 from dino_ds.run.run_folder import TeacherFiles
-from dino_ds.weights.load import Backbone
-from dino_ds.weights.sidecar import read_sidecar
+from dino_ds.weights import load, sidecar
 from tests.ranks import run_on_ranks
-from tests.run.harness import (
-    MASKED,
-    image_folder,
-    log_of,
-    losses_of,
-    read_manifest,
-    read_metrics,
-    train_tiny,
-    whole_tensors,
-)
+from tests.run import harness
+from tests.run.harness import MASKED, image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
 
 VALUES = {0: 30.0, 2: 40.0, 4: 70.0, 6: 60.0, 8: 69.0, 10: 50.0, 12: 20.0}
 """k-NN by step, of a run that gets worse."""
@@ -46,7 +34,7 @@ EVERY_TWO = {"eval.every": "2 steps", "eval.k": "5", "eval.bank_images": "5"}
 
 
 def _train(values, root, run, ds="zero0_fp32.json", **how):
-    original, evaluate, now = suite.knn, EvalRunner.evaluate, [0]
+    original, evaluate, now = suite.knn, runner.EvalRunner.evaluate, [0]
 
     def at(self, moment):
         now[0] = moment.step
@@ -56,11 +44,11 @@ def _train(values, root, run, ds="zero0_fp32.json", **how):
         context.begin()  # as far as a check before training goes
         return {"knn_5": values[now[0]] if hasattr(context.backbone, "network") else 25.0}
 
-    suite.knn, EvalRunner.evaluate = knn, at
+    suite.knn, runner.EvalRunner.evaluate = knn, at
     try:
         return train_tiny(root, run, ds, **how)
     finally:
-        suite.knn, EvalRunner.evaluate = original, evaluate
+        suite.knn, runner.EvalRunner.evaluate = original, evaluate
 
 
 def train(root, run, values=VALUES, world=1, ds="zero0_fp32.json", changes=None, **how):
@@ -71,7 +59,7 @@ def train(root, run, values=VALUES, world=1, ds="zero0_fp32.json", changes=None,
 
 
 def best_of(run):
-    return read_sidecar(run / "best_teacher.safetensors")
+    return sidecar.read_sidecar(run / "best_teacher.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +119,7 @@ def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
         how = {"max_steps": steps, "resume": resume, "world": 2, "ds": "zero2_bf16.json", "changes": STOPS}
         assert train(root, run, values | {5: 10.0}, **how) is None
     assert best_of(run)["step"] == 7 and losses_of(run) == losses_of(stopped)
-    state = read_manifest(run, 10)["state"]
+    state = harness.read_manifest(run, 10)["state"]
     assert state["evaluations"]["best"]["stalled"] == 3 and state["kept"] == 7
     how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
     assert train(root, run, values, changes=STOPS, **how) is None
@@ -148,21 +136,6 @@ WHOLE = MASKED | {
 def _val(run):
     lines = [record for record in read_metrics(run) if "val_loss" in record]
     return {line["step"]: {key: v for key, v in line.items() if key.startswith("val_")} for line in lines}
-
-
-def test_validation_changes_nothing(root, tmp_path):
-    """Metrics of training and the state to the bit, with a center that gathers, dropped branches, on two ranks."""
-    runs = [tmp_path / "with", tmp_path / "without"]
-    changes = {"length": "8 steps", "data.global_batch": "4"}
-    for run, more in zip(runs, ({"eval.val_root": str(root), "eval.every": "2 steps"}, {}), strict=True):
-        said = run_on_ranks(train_tiny, root, run, "zero3_bf16.json", changes=changes | more, world=2)
-        assert said == [None, None]
-    assert losses_of(runs[0]) == losses_of(runs[1])
-    ours, theirs = (whole_tensors(run, 8) for run in runs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found = list(_val(runs[0]).values())
-    assert len(found) == 5
-    assert all(math.isclose(v["val_loss"], v["val_teacher_entropy"] + v["val_kl"], rel_tol=1e-6) for v in found)
 
 
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(root, tmp_path):
@@ -184,7 +157,7 @@ def test_the_next_start_has_the_best_from_its_checkpoint(straight, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(straight, run)
     best = {"metric": "knn", "value": 20.0, "start": 30.0, "step": 12}
-    files = TeacherFiles(run, load_recipe(str(run / "config.yaml"), {}), None)
+    files = TeacherFiles(run, loading.load_recipe(str(run / "config.yaml"), {}), None)
     assert files.settle(best, 12, _exported) == ["best_teacher.safetensors is written again, of step 12"]
     assert best_of(run)["step"] == 12 and best_of(run)["best"]["value"] == 20
 
@@ -209,58 +182,34 @@ def test_the_best_teacher_is_used_by_its_path(straight, root, tmp_path):
         dino_ds.load(best)
 
 
-STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
-        ({"eval.keep_best": "val_loss"}, "needs held-out images"),
-        ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
-    ],
-)
-def test_what_could_never_have_an_effect_is_refused(changes, says):
-    with pytest.raises(ConfigError, match=says) as refused:
-        load_recipe(None, changes)
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
-
-
-def test_what_the_images_do_not_allow_leaves_no_run_folder(root, tmp_path):
-    every = {"eval.every": "2 steps"}
-    for more, says in (({"eval.stop_after": "5"}, "needs a metric"), ({"eval.val_share": "0.001"}, "holds 0 out")):
-        [said] = run_on_ranks(train_tiny, root, tmp_path / "run", changes=every | more, world=1)
-        assert says in said and "\n" not in said and not (tmp_path / "run").exists()
-
-
 def test_less_is_better_of_a_loss_and_nothing_of_what_is_not_a_number():
-    best = Best("val_loss", patience=2)
+    best = tracking.Best("val_loss", patience=2)
     seen = [best.see(i, value, True, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))]
     assert [i for i, better in enumerate(seen) if better] == [0, 2]
     assert (best.step, best.stalled, best.finished) == (2, 1, "")
 
 
 def test_as_good_as_the_start_is_the_trained_one_and_a_task_without_mistakes_tells_nothing():
-    best = Best("knn")
+    best = tracking.Best("knn")
     assert [best.see(i, 100.0, True, i == 0) for i in range(3)] == [True, True, False] and best.step == 1
     assert best.lines(1)[1:] == ["warning  whether it has learned can't be told: knn was 100 before training"]
 
 
-FROM_FEATURES = [name for name in EVALUATIONS if name not in BENCHMARKS]
+FROM_FEATURES = [name for name in evaluation.EVALUATIONS if name not in evaluation.BENCHMARKS]
 K = 5
 
 
 def _train_watched(root, run, changes):
     """Its message, what the generators give next, and how many images the teacher has described each time."""
-    seen, original = [], Backbone.features
-    Backbone.features = lambda self, images: (seen.append(len(images)), original(self, images))[1]
+    seen, original = [], load.Backbone.features
+    load.Backbone.features = lambda self, images: (seen.append(len(images)), original(self, images))[1]
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
     try:
         message = train_tiny(root, run, "zero2_bf16.json", changes={"length": "2 steps", **changes})
     finally:
-        Backbone.features = original
+        load.Backbone.features = original
     return message, (float(torch.rand(1)), float(np.random.rand()), random.random()), sum(seen)
 
 
@@ -281,32 +230,33 @@ def runs(images):
         "eval.root": str(images / "test"),
         "eval.k": str(K),
         "eval.pictures_every": "2 steps",
+        "eval.val_root": str(images / "test"),
     }
     with_, without = images / "with", images / "without"
     said = [run_on_ranks(_train_watched, root, run, how) for run, how in ((with_, changes), (without, {}))]
     return with_, without, said
 
 
-def test_training_does_not_notice(runs):
+def test_training_does_not_notice_and_features_are_computed_once_for_all_evaluations(runs):
+    """24 training and 9 test images at steps 0 and 2, on either rank; pictures take the training images once more."""
     with_, without, said = runs
     for watched, alone in zip(*said, strict=True):
         assert watched[0] is None and alone[0] is None
         assert watched[1] == alone[1]
+    assert [sum(seen for _, _, seen in ranks) for ranks in said] == [2 * (24 + 9 + 24), 0]
     assert losses_of(with_) == losses_of(without)
     ours, theirs = whole_tensors(with_, 2), whole_tensors(without, 2)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_features_are_computed_once_for_all_evaluations(runs):
-    """24 training and 9 test images at steps 0 and 2, on either rank; pictures take the training images once more."""
-    watched, alone = runs[2]
-    assert sum(seen for _, _, seen in watched) == 2 * (24 + 9 + 24) and sum(seen for _, _, seen in alone) == 0
+    validated = _val(with_)
+    assert validated.keys() == {0, 2}
+    for found in validated.values():
+        assert math.isclose(found["val_loss"], found["val_teacher_entropy"] + found["val_kl"], rel_tol=1e-6)
 
 
 def test_results_are_those_of_the_saved_teacher(runs, images):
     """`dino-ds eval` finds the same with the same settings on the run's file, in any precision."""
     run, _, _ = runs
-    kept = read_results(run / "evaluations.json")
+    kept = tracking.read_results(run / "evaluations.json")
     assert list(kept) == list(FROM_FEATURES)
     sources = tuple(build_source("folder", str(images / part), "train", False) for part in ("images", "test"))
     context = EvalContext(dino_ds.load(run), Settings(ks=(K,), workers=0), torch.device("cpu"), lambda: sources)
@@ -315,11 +265,11 @@ def test_results_are_those_of_the_saved_teacher(runs, images):
         assert result["results"] == pytest.approx(evaluate(name, context), rel=1e-3, abs=1e-3)
 
 
-def test_metrics_and_tensorboard_have_them_under_clear_names(runs):
+def test_metrics_tensorboard_and_pictures_have_them_under_clear_names(runs):
     run, _, _ = runs
     records = [r for r in read_metrics(run) if "knn_top1" in r]
     assert [r["step"] for r in records] == [0, 2]
-    kept = read_results(run / "evaluations.json")
+    kept = tracking.read_results(run / "evaluations.json")
     assert records[-1]["knn_top1"] == pytest.approx(kept["knn"]["results"][f"knn_{K}"])
     for name in FROM_FEATURES[1:]:
         for metric, value in kept[name]["results"].items():
@@ -328,12 +278,6 @@ def test_metrics_and_tensorboard_have_them_under_clear_names(runs):
     events.Reload()
     assert {"loss", "kl", "knn_top1", "eval/linear", "eval/rankme"} <= set(events.Tags()["scalars"])
     assert "linear   at step 2: " in log_of(run) and "k-NN     at step 2: teacher " in log_of(run)
-
-
-def test_pictures_are_in_the_folder_and_in_tensorboard(runs):
-    run, _, _ = runs
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
     for name in ("map", "neighbors", "pca"):
         assert [event.step for event in events.Images(name)] == [0, 2]
         for step in (0, 2):

@@ -8,7 +8,7 @@ import pytest
 
 from dino_ds.config.schema import flatten
 from tests.ranks import run_on_ranks
-from tests.run.harness import REPOSITORY, image_folder, losses_of, read_metrics, train_tiny
+from tests.run.harness import REPOSITORY, image_folder, losses_of, read_metrics, train_alone, train_tiny
 from tests.sample import sampled
 
 CONFIGS = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json"))
@@ -26,7 +26,7 @@ def references(images, tmp_path_factory):
     losses = {}
     for precision, config in (("fp32", "zero0_fp32.json"), ("bf16", "zero1_bf16.json")):
         run = tmp_path_factory.mktemp("reference") / "run"
-        assert run_on_ranks(train_tiny, images, run, config, max_steps=3, world=1) == [None]
+        assert train_alone(images, run, config, max_steps=3) is None
         losses[precision] = [loss for _, loss in losses_of(run)]
     return losses
 

@@ -8,15 +8,13 @@ import math
 import os
 import re
 import tarfile
-from pathlib import Path
 
 import pytest
 
 from dino_ds.basics.files import append_whole
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, StorageError
-from dino_ds.health.beat import Heartbeats, append_line
-from dino_ds.health.processes import RunLock
+from dino_ds.health import beat, processes
 from dino_ds.run.beginning import MOST_KEPT, check_lengths, slow_teachers
 from dino_ds.run.metrics import RunLog
 from tests.disks import PAGE, fill, mount_disk, unmount
@@ -25,33 +23,69 @@ from tests.run.harness import TINY, image_folder, log_of, losses_of, read_metric
 
 
 def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
-    (root / "011.png").write_bytes(b"")
-    # Four passes over the images: each is named and counted once, whichever rank meets it.
-    changes = {"length": "8 steps", "data.max_bad_fraction": "0.1"}
+    """Three passes over the images, and two evaluations: each is named and counted once, whichever rank meets it."""
+    root, test, run = image_folder(tmp_path / "images", 24, 3), tmp_path / "test", tmp_path / "run"
+    image_folder(test, 9, 3, seed=1)
+    cut, *empty = root / "class2/005.png", root / "class2/011.png", test / "class1/004.png"
+    cut.write_bytes(cut.read_bytes()[:200])
+    for path in empty:
+        path.write_bytes(b"")
+    changes = {"length": "9 steps", "data.max_bad_fraction": "0.1", "eval.every": "9 steps", "eval.root": str(test)}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
-    named = [line for line in (run / "log.txt").read_text().splitlines() if "unreadable image skipped" in line]
+    lines = [line.partition(" ")[2] for line in log_of(run).splitlines()]
+    named = [line for line in lines if "unreadable image skipped" in line]
     assert len(named) == 2 and "005.png" in "".join(named) and "011.png" in "".join(named)
-    assert read_metrics(run)[-1]["bad_images"] == 2
+    assert [line["bad_images"] for line in read_metrics(run) if "loss" in line][-1] == 2
+    told = [line for line in lines if "left out" in line and str(test) in line]
+    assert told == [f"evals    left out, unreadable: {test}/class1/004.png (empty file)"]
+
+
+NO_VIT = {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0"}
+EVALUATED = {"eval.every": "2 steps"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("changes", "said"),
     [
-        ({"data.global_batch": "64"}, ["20 images", "64"]),
-        ({"data.root": "/nowhere/images"}, ["/nowhere/images"]),
-        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["/nowhere/test"]),
-        ({"eval.root": "SAME", "eval.every": "2 steps"}, ["eval.evals knn: the training images have no classes"]),
-        ({"eval.evals": "statistics,ridge", "eval.every": "2 steps"}, ["eval.evals ridge: there are no test images"]),
+        ({"data.global_batch": "64"}, "20 images < one global batch of 64"),
+        ({"data.root": "/nowhere/images"}, "/nowhere/images"),
+        (EVALUATED | {"eval.root": "/nowhere/test"}, "/nowhere/test"),
+        (EVALUATED | {"eval.root": "SAME"}, "eval.evals knn: the training images have no classes"),
+        (EVALUATED | {"eval.evals": "statistics,ridge"}, "eval.evals ridge: there are no test images"),
+        (EVALUATED | {"eval.stop_after": "5"}, "needs a metric"),
+        (EVALUATED | {"eval.val_share": "0.001"}, "holds 0 out"),
+        ({"model.train": "lora"}, "these would be random: give model.init_from"),
+        (NO_VIT | {"model.backbone": "resnet18", "teacher.batch_norm": "frozen"}, "give model.init_from, or take"),
+        (NO_VIT | {"model.backbone": "tests.models.test_families:Raises"}, "gives no features of images: no weights"),
     ],
 )
-def test_wrong_data_leaves_no_run_folder(tmp_path, changes, parts):
+def test_what_can_t_be_trained_is_said_in_one_line_and_leaves_no_run_folder(tmp_path, changes, said):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    changes = {key: value.replace("SAME", str(root)) for key, value in changes.items()}
-    message = run_on_ranks(train_tiny, root, run, changes=changes, world=1)[0]
-    assert all(part in message for part in parts) and "\n" not in message
+    message = train_alone(root, run, changes={k: value.replace("SAME", str(root)) for k, value in changes.items()})
+    assert message is not None and said in message and "\n" not in message
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
+        ({"eval.keep_best": "val_loss"}, "needs held-out images"),
+        ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
+        ({"objective.preserve_weight": "1"}, r"keeps features of the weights of model\.init_from: give that"),
+        ({"eval.stop_after": "drift 0.1"}, r"stop_after drift needs objective\.preserve_weight, which measures it"),
+        ({"eval.stop_after": "drift 3"}, r"'drift 3' is not a distance: write 'drift 0\.1', more than 0 and less"),
+        ({"teacher.distill": "features"}, "distill features has no effect without source"),
+        (
+            {"teacher.source": "x", "objective.dino_weight": "0", "objective.koleo_weight": "1"},
+            r"teacher\.source teaches nothing",
+        ),
+    ],
+)
+def test_what_could_never_have_an_effect_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_recipe(None, changes)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
 
 
 def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
@@ -89,17 +123,6 @@ def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_unreadable_images_of_the_evaluation_are_named_once(tmp_path):
-    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
-    (test / "class1/004.png").write_bytes(b"")
-    changes = {"eval.every": "2 steps", "eval.root": str(test), "length": "4 steps", "optimizer.warmup": "1 steps"}
-    assert run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes) == [None, None]
-    lines = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "left out" in line]
-    assert [line.partition(" ")[2] for line in lines] == [
-        f"evals    left out, unreadable: {test}/class1/004.png (empty file)"
-    ]
-
-
 @pytest.fixture
 def disk(tmp_path):
     mount_disk(tmp_path / "disk", 256)
@@ -117,13 +140,13 @@ def test_a_resume_without_room_leaves_the_run_as_it_was(tmp_path):
     mount_disk(tmp_path / "disk")
     try:
         run = tmp_path / "disk/run"
-        assert run_on_ranks(train_tiny, root, run, max_steps=2, world=1) == [None]
+        assert train_alone(root, run, max_steps=2) is None
         fill(tmp_path / "disk", 100)
         before = _files(run)
-        [message] = run_on_ranks(train_tiny, root, run, max_steps=4, resume=True, world=1)
+        message = train_alone(root, run, max_steps=4, resume=True)
         assert message.startswith("a checkpoint and the teacher need ")
         assert _files(run) == before
-        assert run_on_ranks(train_tiny, root, run, max_steps=2, resume=True, world=1) == [None]  # nothing to save
+        assert train_alone(root, run, max_steps=2, resume=True) is None  # nothing to save
     finally:
         unmount(tmp_path / "disk")
 
@@ -135,8 +158,8 @@ def test_a_line_is_written_whole_or_not_at_all(disk):
         with pytest.raises(OSError, match="No space left"):
             append_whole(file.fileno(), b"y" * 20)
         assert os.fstat(file.fileno()).st_size == PAGE - 10
-    append_line(disk / "lines", "z" * 20)
-    append_line(disk / "lines", "z" * 5)
+    beat.append_line(disk / "lines", "z" * 20)
+    beat.append_line(disk / "lines", "z" * 5)
     assert (disk / "lines").read_bytes() == b"x" * (PAGE - 10) + b"zzzzz\n"
 
 
@@ -160,12 +183,12 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
 
 
 def test_lock_and_heartbeats_without_room(disk):
-    beats = Heartbeats(disk)
+    beats = beat.Heartbeats(disk)
     beats.prepare()
     (beats.folder / "first_failure.json").write_text("{}")
     fill(disk)
     with pytest.raises(StorageError, match="No space left on device"):
-        RunLock(disk).acquire()
+        processes.RunLock(disk).acquire()
     assert sorted(os.listdir(disk)) == ["FILLER", "heartbeats"]
 
 
@@ -200,24 +223,16 @@ def test_what_lasts_to_the_end_is_said():
     assert "--max_steps ends at 3 (--length shortens these too): the learning rate" in line
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    place = tmp_path_factory.mktemp("begun")
-    root = image_folder(place / "root")
-    assert train_alone(root, place / "run", max_steps=3) is None
-    return root, place / "run"
-
-
-@pytest.mark.parametrize("resume", [True, "auto"])
-def test_an_end_that_lies_behind_is_refused(begun, resume):
-    root, run = begun
+def test_an_end_that_lies_behind_is_refused(tmp_path):
+    root, run = image_folder(tmp_path / "root"), tmp_path / "run"
+    assert train_alone(root, run, max_steps=3) is None
     before = log_of(run)
-    message = train_alone(root, run, max_steps=2, resume=resume)
+    message = train_alone(root, run, max_steps=2, resume="auto")
     assert message.startswith(f"--max_steps 2 lies behind: {run} has done 3 steps, and would end at 2; give more")
-    message = train_alone(root, run, resume=resume, changes={"length": "2 steps"}, allow_change="length")
+    message = train_alone(root, run, resume=True, changes={"length": "2 steps"}, allow_change="length")
     assert message.startswith(f"length 2 steps lies behind: {run} has done 3 steps, and would end at 2; give more")
     assert log_of(run) == before
-    assert train_alone(root, run, max_steps=3, resume=resume) is None
+    assert train_alone(root, run, max_steps=3, resume=True) is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
 
 

@@ -1,31 +1,37 @@
-"""What a run leaves behind, of a foreign backbone too: metrics, in services of others as well, teacher, configs."""
+"""What a run shows on the screen and leaves behind, of a foreign backbone too: metrics, in services of others as well,
+teacher, configs; and k-NN on images that eval.val_share holds out of training."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import struct
 import sys
-import threading
 import time
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import timm
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 import dino_ds
 import dino_ds.cli.main as cli
 from dino_ds.basics import own_code
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.sources import labeled_test, training_images
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.models.vit import VisionTransformer
-from dino_ds.run import run_folder
-from dino_ds.run.metrics import RunLog, open_loggers
+from dino_ds.evals.runner import EvalRunner
+from dino_ds.run import loop as loop_module
+from dino_ds.run import metrics
+from dino_ds.run.loop import Loop
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
+from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_alone, train_tiny
 
 FIELDS = {"step", "images", "loss", "teacher_entropy", "kl", "lr", "weight_decay", "teacher_momentum", "teacher_temp"}
 FIELDS |= {"grad_norm", "loss_scale", "skipped_steps", "images_per_second", "data_wait_fraction", "memory_gib"}
@@ -62,13 +68,8 @@ def test_timm_loads_the_teacher_as_its_json_says(run):
     model = timm.create_model(about["timm_name"], **about["timm_arguments"])
     model.load_state_dict(state)
     assert "mask_token" not in state
-    recipe = load_recipe(str(run / "config.yaml"), {})
-    ours = VisionTransformer(recipe.model.spec(), recipe.crops.global_size)
-    whole = whole_tensors(run, 4)
-    prefix = "teacher.backbone."
-    ours.load_state_dict({k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)})
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model.eval()(images), ours.eval().features(images), rtol=1e-4, atol=1e-5)
+    ours, images = dino_ds.load(run / "checkpoints/step_00000004"), torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model.eval()(images), ours.features(images), rtol=1e-4, atol=1e-5)
 
 
 def test_the_log_says_what_a_reader_wants(run):
@@ -79,16 +80,6 @@ def test_the_log_says_what_a_reader_wants(run):
     assert times == sorted(times) and abs(datetime.now(timezone.utc).replace(tzinfo=None) - times[-1]) < timedelta(1)
 
 
-@pytest.mark.slow
-def test_a_file_of_another_machine_is_waited_for(tmp_path, monkeypatch):
-    """NFS remembers for a while that a file was not there."""
-    late = tmp_path / "late"
-    threading.Timer(0.5, late.touch).start()
-    assert run_folder._becomes_visible(late)
-    monkeypatch.setattr(run_folder, "_SECONDS_TO_SEE", 0.3)
-    assert not run_folder._becomes_visible(tmp_path / "never")
-
-
 MODEL = {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0"}
 MODEL |= {"crops.global_size": "64", "crops.local_size": "32", "length": "2 steps", "optimizer.warmup": "0 steps"}
 RESNET = MODEL | {
@@ -97,7 +88,6 @@ RESNET = MODEL | {
 }
 OWN = MODEL | {"model.backbone": "tests.weights.own:Own", "model.arguments": '{"width": 12}'}
 LOOKS = {"eval.every": "2 steps", "eval.evals": "statistics,knn", "eval.k": "3", "eval.pictures_every": "2 steps"}
-FAMILIES = "tests.models.test_families:"
 IMAGES = torch.randn(2, 3, 96, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -109,7 +99,7 @@ def runs(tmp_path_factory):
     image_folder(folder / "test", classes=2, seed=1)
     looks = LOOKS | {"eval.root": str(folder / "test")}
     for name, changes in (("resnet", RESNET | looks), ("own", OWN)):
-        assert run_on_ranks(train_tiny, images, folder / name, changes=changes, world=1) == [None]
+        assert train_alone(images, folder / name, changes=changes) is None
     return folder
 
 
@@ -129,7 +119,8 @@ def test_pictures_and_evaluations_of_a_run(runs, capsys, monkeypatch):
     """A map of 16 patches a side, of crops that have 2; what a CNN has not is left out, or refused where asked for."""
     for step in ("step_00000000", "step_00000002"):
         assert {p.stem for p in (runs / "resnet/pictures" / step).iterdir()} == {"map", "neighbors", "pca"}
-    assert "no pictures" not in log_of(runs / "resnet")
+    assert "no pictures" not in (log := log_of(runs / "resnet"))
+    assert f"picture  {runs}/resnet/pictures/step_00000002/map.png" in log
     assert {"statistics", "knn"} == json.loads((runs / "resnet/evaluations.json").read_text()).keys()
     asked = ["pictures", str(runs / "resnet"), "--out", str(runs / "out")]
     monkeypatch.setattr("sys.argv", ["dino-ds", *asked])
@@ -139,20 +130,6 @@ def test_pictures_and_evaluations_of_a_run(runs, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main()
     assert "resnet18 is not a Vision Transformer" in capsys.readouterr().err
-
-
-def test_the_next_run_keeps_the_statistics_that_it_starts_with(runs, tmp_path):
-    """teacher.batch_norm frozen, on the source's architecture; also resumed, when the source is gone."""
-    shutil.copytree(runs / "resnet", tmp_path / "source")
-    changes = RESNET | {"model.init_from": str(tmp_path / "source"), "teacher.batch_norm": "frozen"}
-    args = (runs / "images", tmp_path / "run")
-    assert run_on_ranks(train_tiny, *args, max_steps=1, changes=changes, world=1) == [None]
-    shutil.rmtree(tmp_path / "source")
-    assert run_on_ranks(train_tiny, *args, resume=True, changes=changes, world=1) == [None]
-    was, now = (safetensors.torch.load_file(p / "teacher.safetensors") for p in (runs / "resnet", tmp_path / "run"))
-    for name, tensor in was.items():
-        is_buffer = "running" in name or "num_batches" in name
-        assert torch.equal(now[name], tensor) == is_buffer, name
 
 
 def test_an_own_class_is_imported_where_it_is_named(runs, tmp_path, monkeypatch):
@@ -171,22 +148,6 @@ def test_an_own_class_is_imported_where_it_is_named(runs, tmp_path, monkeypatch)
     ours, *others = (dino_ds.load(place, backbone="tests.weights.own:Own") for place in places)
     assert ours.patch_tokens(IMAGES).shape == (2, 12, 8, 24)
     assert all(torch.equal(other.features(IMAGES), ours.features(IMAGES)) for other in others)
-
-
-REFUSED = [
-    ({"model.backbone": f"{FAMILIES}Raises"}, "gives no features of images: no weights here"),
-    ({"teacher.batch_norm": "frozen"}, "give model.init_from, or take reference or ema"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_a_refused_network_leaves_no_run_folder(changes, message, runs, tmp_path):
-    own = {**RESNET, **changes}
-    if "model.backbone" in changes:
-        own = {**own, "model.arguments": "{}", "model.drop_path": "0"}
-    (said,) = run_on_ranks(train_tiny, runs / "images", tmp_path / "run", world=1, changes=own)
-    assert said is not None and message in said and "\n" not in said
-    assert not (tmp_path / "run").exists()
 
 
 def _numbers(folder):
@@ -271,27 +232,13 @@ def test_trackio_has_every_number_over_a_resume_and_a_missing_server_stops_no_ru
     assert train_tiny(log_root, tmp_path / "other", max_steps=1, ds_changes=gone) is None
 
 
-class _Broken:
-    name = "wandb"
-
-    def __init__(self):
-        self.asked = 0
-
-    def write(self, values, step):
-        self.asked += 1
-        raise RuntimeError("the server\nis gone")
-
-    def close(self):
-        raise RuntimeError
-
-
 def test_a_service_that_fails_is_left_out_once_and_training_goes_on(tmp_path, capsys):
-    broken = _Broken()
-    log = RunLog(tmp_path, 0, [broken])
+    write = mock.Mock(side_effect=RuntimeError("the server\nis gone"))
+    log = metrics.RunLog(tmp_path, 0, [metrics.Logger("wandb", write, mock.Mock(side_effect=RuntimeError))])
     for step in (1, 2):
         log.write({"step": step, "loss": 1.5})
     log.close()
-    assert broken.asked == 1 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert write.call_count == 1 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     said = capsys.readouterr().err
     assert said.count("wandb takes no more metrics: the server is gone; metrics.jsonl has them all") == 1
 
@@ -310,14 +257,114 @@ def test_what_can_t_be_used_is_refused_before_the_run_begins(log_root, tmp_path,
             said = str(error)
         assert said is not None and message in said
         assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("dino_ds.run.metrics.find_spec", lambda name: name)
-    monkeypatch.setattr("dino_ds.run.metrics._open_wandb", _fails)
+    monkeypatch.setattr(metrics, "find_spec", lambda name: name)
+    fails = mock.Mock(side_effect=OSError("no key"))
+    monkeypatch.setattr(metrics, "_open_wandb", fails)
     with pytest.raises(ConfigError, match="wandb does not start: no key; set it up"):
-        open_loggers({"wandb": {"enabled": True}}, tmp_path, "0123456789abcdef")
-    monkeypatch.setattr("dino_ds.run.metrics._open_trackio", _fails)
-    loggers, (warning,) = open_loggers({"trackio": {"enabled": True}}, tmp_path, "0123456789abcdef")
+        metrics.open_loggers({"wandb": {"enabled": True}}, tmp_path, "0123456789abcdef")
+    monkeypatch.setattr(metrics, "_open_trackio", fails)
+    loggers, (warning,) = metrics.open_loggers({"trackio": {"enabled": True}}, tmp_path, "0123456789abcdef")
     assert not loggers and "trackio does not start: no key; metrics.jsonl has all metrics" in warning
 
 
-def _fails(*given):
-    raise OSError("no key")
+SHARE = {"eval.val_share": "0.3", "eval.every": "2 steps", "eval.k": "5", "length": "6 steps"}
+DETAILS = ("ZeRO", "kernels", "prototypes", "saves ", "save ", "entropy", "bottleneck", "micro-batch")
+
+
+def _seen(images, run, **how):
+    """The outcome of a run, the lines on its screen, and the names of the images that it trained on."""
+    lines, names, train = [], [], Loop._train
+
+    def spy(loop, inputs_of, *rest):
+        names.extend(inputs_of.names)
+        return train(loop, inputs_of, *rest)
+
+    with mock.patch.object(tqdm, "write", lambda line, **_: lines.append(line)), mock.patch.object(Loop, "_train", spy):
+        return train_tiny(images, run, changes={**TINY, **SHARE, "save_every": "1 steps"}, **how), lines, names
+
+
+def _several(images, place):
+    return [_seen(images, place / "run", max_steps=4), _seen(images, place / "run", resume=True, verbose=True)]
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory):
+    """A folder of 40 images in two classes, and the starts of a run: with the default screen, then resumed, verbose."""
+    place = tmp_path_factory.mktemp("screen")
+    return (place, *run_on_ranks(_several, image_folder(place / "images", 40, classes=2), place, world=1)[0])
+
+
+def test_the_screen_says_what_is_trained_and_what_moves(starts):
+    place, (said, lines, _), _ = starts
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1/"))
+    assert said is None and first <= 12 and not [line for line in lines if any(word in line for word in DETAILS)]
+    start = "\n".join(lines[:first])
+    assert "2 global crops of 32 px, 2 local of 16" in start and "length   4 steps of the schedules' 6" in start
+    assert f"\nfolder   {place / 'run'}" in start and "\nrecipe   the defaults as it is" in start
+    moving = [line for line in lines[first:] if line.startswith("k-NN ") and " raw pixels " not in line]
+    assert len(moving) == 2 and all("since the untrained network)" in line for line in moving)
+    assert "raw pixels" in lines[-2] and "untrained network" in lines[-2]
+    assert lines[-1].startswith("report   dino-ds report ")
+
+
+def test_the_log_has_the_rest_and_verbose_shows_it(starts):
+    place, (_, short, _), (said, long, _) = starts
+    logged = [line.partition(" ")[2] for line in log_of(place / "run").splitlines()]
+    assert said is None and logged[-len(long) :] == long and set(short) < set(logged)
+    for word in ("batch    global batch 8", "engine   ZeRO 0", "save     step 6: ", "memory   "):
+        assert any(line.startswith(word) for line in long)
+
+
+def test_held_out_images_are_test_images_and_never_trained_on(starts):
+    place, *both = starts
+    recipe = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images")})
+    train = training_images(recipe.data, recipe.eval.val_share)
+    test = labeled_test(train)
+    held_out = {test.name(index) for index in range(len(test))}
+    assert set(test.labels) == {0, 1} and len(held_out) + len(train) == 40
+    trained_on = {name for _, _, names in both for name in names}
+    assert trained_on and not trained_on & held_out
+    assert [line["step"] for line in read_metrics(place / "run") if "knn_top1" in line] == [0, 2, 4, 6]
+    named = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.root": str(place / "images")})
+    assert len(EvalRunner.build(named, train, 3)._sources[1]) == 40
+    none = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.k": "30"})
+    runner = EvalRunner.build(none, train, 3)
+    assert runner._names == () and "no k-NN on the held-out images: " in runner._notes[0] and runner.held_out
+
+
+def test_a_run_that_ends_early_is_not_warned_of_what_its_length_would_show(tmp_path):
+    images, changes = image_folder(tmp_path / "images", 10), {**TINY, "eval.every": "0 steps", "length": "20000 steps"}
+    assert train_alone(images, tmp_path / "run", max_steps=1, changes=changes) is None
+    assert "10 images are few" in (log := log_of(tmp_path / "run")) and "LightlyTrain advises" not in log
+
+
+def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    log = metrics.RunLog(tmp_path, 0)
+    for step in (3, 4):  # from a checkpoint of step 2
+        log.progress(step, 8)
+        time.sleep(0.15)  # tqdm draws ten times a second
+    log.close()
+    assert "25 %|" in screen.getvalue() and "| 4/8 " in screen.getvalue() and screen.getvalue().endswith("\r")
+
+
+def test_a_run_says_how_long_it_will_take_seconds_after_its_first_step(monkeypatch):
+    def said(first: int, last: int, warmup: int = 0) -> list[str]:
+        lines, now = [], [0.0]
+        step = SimpleNamespace(applied_steps=first, schedules=SimpleNamespace(steps=last, warmup_steps=warmup))
+        options = SimpleNamespace(last_step=last, global_batch=8)
+        monkeypatch.setattr(loop_module.time, "monotonic", lambda: now[0])
+        of_run = object.__new__(loop_module.Reports)
+        of_run._run, of_run._log = SimpleNamespace(step=step, options=options), SimpleNamespace(info=lines.append)
+        of_run._began, of_run._after_first, of_run._foretold = (0.0, first), None, False
+        for _ in range(20):  # the first step takes 21 s, all others 1
+            step.applied_steps, now[0] = step.applied_steps + 1, now[0] + (21 if now[0] == 0 else 1)
+            of_run.foretell()
+        return lines
+
+    assert said(0, 206) == ['time     about 3.3 min left; a quarter of it: a new run with --length "412 images"']
+    assert said(0, 206, 60)[0].endswith('--length "412 images" --optimizer.warmup "10 %"')
+    assert said(100, 306) == ["time     about 3.3 min left"]
+    assert said(0, 60) == []

@@ -9,54 +9,44 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import dino_ds
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
 from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs.base import OF_EVERY_RUN
 from dino_ds.method.specs.own import teachers_of, terms_of
-from dino_ds.models.foreign import build_backbone
-from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report.single_run import run as report
 from tests.ranks import run_on_ranks
-from tests.run.drawing_parts import drawing
-from tests.run.harness import copy_until, image_folder, log_of, read_metrics, train_tiny, whole_tensors
-from tests.run.own_parts import OWN
-from tests.run.toys import ToySpec
+from tests.run import drawing_parts, own_parts
+from tests.run.harness import copy_until, image_folder, log_of, read_metrics, train_alone, train_tiny, whole_tensors
 
-TERM = json.loads(OWN["objective.terms"])["variance"]
+TERM = json.loads(own_parts.OWN["objective.terms"])["variance"]
 LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
-IDLE = {"teacher.others": json.dumps(json.loads(OWN["teacher.others"]) | {"idle": {"momentum": 0.99}})}
+IDLE = {"teacher.others": json.dumps(json.loads(own_parts.OWN["teacher.others"]) | {"idle": {"momentum": 0.99}})}
 GONE = {"teacher.others": '{"a": {"spec": "gone:A"}}'}
-ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps", "model.backbone": "toy"}
+ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
+ALONE |= {"model.backbone": "tests.weights.own:Own"}
 ALONE |= {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0.0"}
-TOY = mock.patch.dict(BACKBONES, {"toy": ToySpec()})
 
 
-def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str]):
-    with TOY:
-        return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | IDLE | how)
-
-
-@pytest.mark.parametrize(("ds", "changes"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
-def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
+@pytest.mark.parametrize(("ds", "more"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
+def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, more):
     root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
-    assert run_on_ranks(_train, root, straight, ds, False, changes) == [None] * 2
+    changes = LENGTH | own_parts.OWN | IDLE | more
+    assert run_on_ranks(train_tiny, root, straight, ds, None, False, changes) == [None] * 2
     copy_until(2, straight, resumed)
-    assert run_on_ranks(_train, root, resumed, ds, True, changes) == [None] * 2
+    assert run_on_ranks(train_tiny, root, resumed, ds, None, True, changes) == [None] * 2
     whole, again = whole_tensors(straight, 4), whole_tensors(resumed, 4)
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
     log = log_of(straight)
-    assert changes or re.search(r"loss \d+\.\d+ \(dino \d+\.\d+, variance \d+\.\d+\), ", log)
+    assert more or re.search(r"loss \d+\.\d+ \(dino \d+\.\d+, variance \d+\.\d+\), ", log)
     lines = [line for line in read_metrics(straight) if "loss" in line]
     assert [line["slow_momentum"] for line in lines] == pytest.approx([0.9, 0.875, 0.85, 0.825])
     assert [line["variance_weight"] for line in lines] == pytest.approx([0, 0.125, 0.375, 0.5])
@@ -64,20 +54,18 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     ours = r"variance(_loss|_weight)?|(slow|idle)_momentum|dino_loss|teacher_entropy"
     assert not [key for line in lines for key in line if key not in OF_EVERY_RUN and not re.fullmatch(ours, key)]
     for line in lines:
-        other = line["loss"] if changes else line["dino_loss"] + line["variance_weight"] * line["variance_loss"]
+        other = line["loss"] if more else line["dino_loss"] + line["variance_weight"] * line["variance_loss"]
         assert line["loss"] == pytest.approx(other, rel=1e-4)
     teacher = [name for name in whole if name.startswith("teacher.")]  # each by its own momentum: they lie apart
     assert any(not torch.equal(whole[name], whole[f"teachers.slow.{name[8:]}"]) for name in teacher)
-    if changes:
-        _check_the_toy(straight, whole)
     with redirect_stdout(io.StringIO()):
         report(ReportOptions(run=str(straight)))
     page = next(straight.glob("*.html")).read_text()
-    for words in ("variance" if changes else "Variance of patches", "Slow momentum"):
+    for words in ("variance" if more else "Variance of patches", "Slow momentum"):
         assert words in page, words
 
 
-EXACT = ("Torch", "InTargets", "Others", "WhenBuilt", "Buffer", "InModule", "Plain", "OwnGenerator", "ByItself")
+EXACT = ("Mixed", "Buffer", "ByItself")
 DRAWS = {"data.source": "tests.run.drawing_parts:Source", "objective.freeze_prototypes": "0 steps"}
 
 
@@ -97,7 +85,7 @@ def _train_drawing(run: Path, ds: str, resume: bool, how: dict[str, str]):
 def test_what_users_parts_draw_and_keep_is_resumed_to_the_bit(tmp_path, ds, workers):
     """Terms, a teacher and a source, each kind in one run: 2 ranks, accumulation, steps that fp16 skips."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    how = drawing(*EXACT) | {"data.workers": workers}
+    how = drawing_parts.drawing(*EXACT) | {"data.workers": workers}
     assert run_on_ranks(_train_drawing, straight, ds, False, how) == [None] * 2
     copy_until(2, straight, resumed)
     assert run_on_ranks(_train_drawing, resumed, ds, True, how) == [None] * 2
@@ -115,27 +103,11 @@ def test_what_users_parts_draw_and_keep_is_resumed_to_the_bit(tmp_path, ds, work
 
 
 def test_what_can_not_be_resumed_exactly_is_said(tmp_path):
-    how = drawing("Numpy", "Listed") | DRAWS | LENGTH
-    assert run_on_ranks(train_tiny, "own", tmp_path / "run", "zero0_fp32.json", None, False, how, world=1) == [None]
+    how = drawing_parts.drawing("Numpy", "Listed") | DRAWS | LENGTH
+    assert train_alone("own", tmp_path / "run", "zero0_fp32.json", None, False, how) is None
     said = [line for line in log_of(tmp_path / "run").splitlines() if "a resume can't be exact" in line]
     assert len(said) == 3 and "data.source gives other images when it reads them again" in said[0]
     assert "queue of loss term listed" in said[1] and "generator of loss term numpy" in said[2]
-
-
-def _check_the_toy(run: Path, whole: dict[str, torch.Tensor]) -> None:
-    """Its buffers are averaged as the weights are, or copied if whole numbers; its file gives the run's features."""
-    assert whole["student.backbone.scale.calls"] == whole["teacher.backbone.scale.calls"] == 4
-    assert 0 < abs(whole["teacher.backbone.scale.scale"] - 1) < abs(whole["student.backbone.scale.scale"] - 1)
-    about = json.loads((run / "teacher.json").read_text())
-    assert about["backbone"] == "toy" and about["architecture"]["width"] == 24
-    network, images = build_backbone(ToySpec(), 32), torch.randn(2, 3, 32, 32)
-    network.load_state_dict(load_file(run / "teacher.safetensors"))
-    with TOY:
-        model = dino_ds.load(run)
-        with pytest.raises(ConfigError, match="not a Vision Transformer"):
-            model.attention(images)
-    assert torch.equal(model.features(images), network.eval().features(images))
-    assert model.patch_tokens(images).shape == (2, 4, 4, 24)
 
 
 @pytest.mark.parametrize("own", [{"objective.terms": '{"a": {"spec": "gone:A", "weight": 1}}'}, GONE], ids=str)
@@ -156,7 +128,7 @@ def _terms(**values):
 
 
 def _any(**values):
-    return OWN | _terms(variance={"spec": f"{PARTS}:AnySpec", **values})
+    return own_parts.OWN | _terms(variance={"spec": f"{PARTS}:AnySpec", **values})
 
 
 PARTS = "tests.run.own_parts"

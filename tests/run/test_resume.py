@@ -14,27 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.engine import distributed
-from dino_ds.engine.engine import Progress
+from dino_ds.engine import distributed, engine
 from dino_ds.method.step import TrainingStep
 from tests.ranks import run_on_ranks
-from tests.run.harness import (
-    MASKED,
-    copy_until,
-    image_folder,
-    log_of,
-    losses_of,
-    read_manifest,
-    read_metrics,
-    train_alone,
-    train_tiny,
-    whole_tensors,
-)
+from tests.run import harness
+from tests.run.harness import copy_until, image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
 
 
 def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
     """To the last bit: student, optimizer, teacher, center and position; they may differ in the id of the run alone."""
-    mine, other = read_manifest(ours, step), read_manifest(theirs, step)
+    mine, other = harness.read_manifest(ours, step), harness.read_manifest(theirs, step)
     for key in ("run_id", "crc32"):
         assert mine.pop(key) and other.pop(key)
     for name in mine.pop("files").keys() | other.pop("files").keys():
@@ -45,7 +34,7 @@ def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-DINOV2 = MASKED | {
+DINOV2 = harness.MASKED | {
     "objective.koleo_weight": "0..0.1 over 6 steps",
     "ibot_head.learned_lengths": "true",
     "optimizer.layer_decay": "0.8",
@@ -78,26 +67,17 @@ def test_resumed_run_is_bit_identical(tmp_path, ds, objective):
     assert_same_checkpoint(parts, straight, 6)
 
 
-def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    run_on_ranks(train_tiny, root, run, max_steps=4, world=1)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
-    run_on_ranks(train_tiny, root, run, max_steps=6, resume=True, world=1)
-    records = losses_of(run)
-    assert [step for step, _ in records] == [1, 2, 3, 4, 5, 6]
-    assert all(loss < 50 for _, loss in records)
-
-
 def test_from_the_checkpoint_of_a_step(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     changes = {"save_every": "1 steps"}
-    run_on_ranks(train_tiny, root, run, max_steps=4, changes=changes, world=1)
+    train_alone(root, run, max_steps=4, changes=changes)
     before = losses_of(run)
     assert read_metrics(run)[2].keys() >= {"save_seconds", "save_stall_seconds", "checkpoint_gib"}
-    message = run_on_ranks(train_tiny, root, run, max_steps=4, resume=9, changes=changes, world=1)[0]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')  # a process has died while it wrote
+    message = train_alone(root, run, max_steps=4, resume=9, changes=changes)
     assert "checkpoint of step 9 not found in" in message and "found: 2, 3, 4" in message
-    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=2, changes=changes, world=1) == [None]
+    assert train_alone(root, run, max_steps=3, resume=2, changes=changes) is None
     assert losses_of(run) == before[:3]
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"step_00000002", "step_00000003", "aside_step_00000004", "latest"}
@@ -121,49 +101,38 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     place = tmp_path_factory.mktemp("refusals")
-    run_on_ranks(train_tiny, image_folder(place / "images"), place / "run", max_steps=1, world=1)
+    train_alone(image_folder(place / "images"), place / "run", max_steps=1)
     return place / "run"
 
 
-class TestRefusals:
-    def test_another_optimizer(self, run):
-        """Its moments are other numbers: nothing to be accepted."""
-        for allow in (None, "optimizer.kind"):
-            args = {"resume": True, "changes": {"optimizer.kind": "sgd"}, "allow_change": allow, "world": 1}
-            message = run_on_ranks(train_tiny, run.parent / "images", run, max_steps=3, **args)[0]
-            assert re.match("optimizer.kind adamw -> sgd since step 1, .*set it back, .*--model.init_from", message)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"changes": {"optimizer.kind": "sgd"}}, "optimizer.kind adamw -> sgd since step 1, .* --model.init_from"),
+        ({"changes": {"optimizer.kind": "sgd"}, "allow_change": "optimizer.kind"}, "moments are of no use to another"),
+        ({"changes": {"model.width": "64"}, "allow_change": "model.width"}, "model differs from the checkpoint in"),
+        ({"allow_change": "lr"}, "--allow_change lr: it is not a key of the recipe. Did you mean optimizer.lr?"),
+        ({"allow_change": "optimizer.lr,log_every"}, "--allow_change log_every: it may change freely, leave it out."),
+        ({"resume": False, "allow_change": "seed"}, "--allow_change seed acts only with --resume"),
+    ],
+)
+def test_what_can_not_be_continued_or_allowed_is_refused(run, how, says):
+    path = run if how.get("resume", True) else run.parent / "other"
+    message = train_alone(run.parent / "images", path, **{"max_steps": 3, "resume": True} | how)
+    assert message is not None and re.search(says, message) and "\n" not in message
 
-    def test_other_settings(self, run):
-        root = run.parent / "images"
-        changes = {"optimizer.lr": "0.5", "head.prototypes": "48", "log_every": "7", "seed": "3"}
-        clipping = {"gradient_clipping": "0.5"}
-        message = run_on_ranks(train_tiny, root, run, "zero1_bf16.json", 3, True, changes, clipping)[0]
-        assert message == (
-            "settings changed since step 1: gradient_clipping 3.0 -> 0.5, optimizer.lr 0.02 -> 0.5, seed 0 -> 3; "
-            "accept with --allow_change gradient_clipping,optimizer.lr,seed"
-        )
-        message = run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, changes=changes, allow_change="seed")[0]
-        assert message.endswith("optimizer.lr 0.02 -> 0.5; accept with --allow_change optimizer.lr")
 
-    @pytest.mark.parametrize(
-        "resume,keys,says",
-        [
-            (True, "lr", "--allow_change lr: it is not a key of the recipe. Did you mean optimizer.lr?"),
-            (True, "optimizer.lr,log_every", "--allow_change log_every: it may change freely, leave it out."),
-            (False, "seed", "--allow_change seed acts only with --resume"),
-        ],
+def test_other_settings_are_refused_unless_allowed(run):
+    root = run.parent / "images"
+    changes = {"optimizer.lr": "0.5", "head.prototypes": "48", "log_every": "7", "seed": "3"}
+    clipping = {"gradient_clipping": "0.5"}
+    message = run_on_ranks(train_tiny, root, run, "zero1_bf16.json", 3, True, changes, clipping)[0]
+    assert message == (
+        "settings changed since step 1: gradient_clipping 3.0 -> 0.5, optimizer.lr 0.02 -> 0.5, seed 0 -> 3; "
+        "accept with --allow_change gradient_clipping,optimizer.lr,seed"
     )
-    def test_what_can_not_be_allowed(self, run, resume, keys, says):
-        path = run if resume else run.parent / "other"
-        message = run_on_ranks(train_tiny, run.parent / "images", path, resume=resume, allow_change=keys, world=1)[0]
-        assert says in message
-
-    def test_another_network_however_much_it_is_allowed(self, run):
-        changes, key = {"model.width": "64"}, "model.width"
-        message = run_on_ranks(
-            train_tiny, run.parent / "images", run, resume=True, changes=changes, allow_change=key, world=1
-        )[0]
-        assert "model differs from the checkpoint in" in message and "\n" not in message
+    message = train_alone(root, run, max_steps=3, resume=True, changes=changes, allow_change="seed")
+    assert message.endswith("optimizer.lr 0.02 -> 0.5; accept with --allow_change optimizer.lr")
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +140,9 @@ def begun(tmp_path_factory):
     """Images; a run of 3 steps; and it resumed for 2 more with nothing changed."""
     place = tmp_path_factory.mktemp("begun")
     root = image_folder(place / "images")
-    run_on_ranks(train_tiny, root, place / "run", max_steps=3, world=1)
+    train_alone(root, place / "run", max_steps=3)
     shutil.copytree(place / "run", place / "same")
-    assert run_on_ranks(train_tiny, root, place / "same", max_steps=5, resume=True, world=1) == [None]
+    assert train_alone(root, place / "same", max_steps=5, resume=True) is None
     return place
 
 
@@ -195,17 +164,16 @@ def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
 
 def test_evaluation_survives_a_resume(tmp_path):
     """The baselines measured at the start are still in the last line. What is evaluated may change at any time."""
-    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
-    changes = {"eval.every": "2 steps", "eval.root": str(test)}
-    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=2, changes=changes)
-    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=4, resume=True, changes=changes)
-    evaluations = [r for r in read_metrics(tmp_path / "run") if "knn_top1" in r]
-    assert [r["step"] for r in evaluations] == [0, 2, 4]
-    assert "untrained network" in _last_verdict(tmp_path / "run")
-    changes |= {"eval.k": "3", "eval.evals": "knn,statistics", "eval.pictures_every": "3 steps"}
-    assert run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=6, resume=True, changes=changes) == [None, None]
-    assert {"knn_top1", "eval/rankme"} <= read_metrics(tmp_path / "run")[-1].keys()
-    assert "untrained network" not in _last_verdict(tmp_path / "run")
+    root, run, test = image_folder(tmp_path / "images", 24, 3), tmp_path / "run", tmp_path / "test"
+    changes = {"eval.every": "2 steps", "eval.root": str(image_folder(test, 9, 3, seed=1))}
+    assert train_alone(root, run, max_steps=2, changes=changes) is None
+    assert train_alone(root, run, max_steps=4, resume=True, changes=changes) is None
+    assert [line["step"] for line in read_metrics(run) if "knn_top1" in line] == [0, 2, 4]
+    assert "untrained network" in _last_verdict(run)
+    changes |= {"eval.k": "3", "eval.evals": "knn,statistics"}
+    assert train_alone(root, run, max_steps=6, resume=True, changes=changes) is None
+    assert {"knn_top1", "eval/rankme"} <= read_metrics(run)[-1].keys()
+    assert "untrained network" not in _last_verdict(run)
 
 
 def _last_verdict(run: Path) -> str:
@@ -254,7 +222,7 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
         begun.extend(inputs.drop_keys.tolist())
         before = step.applied_steps
         out = micro_batch(step, inputs, *others)
-        if out.progress is not Progress.ACCUMULATING:
+        if out.progress is not engine.Progress.ACCUMULATING:
             seen.append((before, begun.copy()))
             begun.clear()
         return out
@@ -302,7 +270,7 @@ def test_resume_under_another_setup(tmp_path, pair):
     root, straight, parts = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "parts"
     before.train(root, straight, SAVED_AT + MORE)
     copy_until(SAVED_AT, straight, parts)
-    saved = _sums(whole_tensors(parts, SAVED_AT))
+    saved = _sums(harness.whole_tensors(parts, SAVED_AT))
     after.train(root, parts, SAVED_AT + MORE, resume=True)
 
     loaded = json.loads(Path(f"{parts}-0-from-{SAVED_AT}.json").read_text())["loaded"]

@@ -17,7 +17,7 @@ from dino_ds.run import run as run_module
 from dino_ds.run.metrics import Clock
 from dino_ds.run.run import FIRST_SAVE_AFTER, SAVE_SECONDS, SaveClock
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, losses_of, train_tiny
+from tests.run.harness import image_folder, losses_of, train_alone, train_tiny
 
 CHANGES = {"save_every": "1 steps"}
 
@@ -26,7 +26,7 @@ CHANGES = {"save_every": "1 steps"}
 def begun(tmp_path_factory):
     place = tmp_path_factory.mktemp("begun")
     root = image_folder(place / "root")
-    assert run_on_ranks(train_tiny, root, place / "run", max_steps=2, changes=CHANGES, world=1) == [None]
+    assert train_alone(root, place / "run", max_steps=2, changes=CHANGES) is None
     return root, place / "run"
 
 
@@ -36,8 +36,7 @@ def run(begun, tmp_path):
 
 
 def _resume(begun, run, resume=True):
-    [message] = run_on_ranks(train_tiny, begun[0], run, max_steps=3, resume=resume, changes=CHANGES, world=1)
-    return message
+    return train_alone(begun[0], run, max_steps=3, resume=resume, changes=CHANGES)
 
 
 def _instead(path, make):
@@ -169,10 +168,10 @@ def test_pauses_do_not_count_for_the_images_per_second(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = Clock(8)
-    with clock.paused():
+    with clock.spending("pause"):
         now[0] += 100
-    with clock.waiting():
+    with clock.spending("wait"):
         now[0] += 1
     now[0] += 3
-    clock.step()
+    clock.steps += 1
     assert clock.read() == {"images_per_second": 2, "data_wait_fraction": 0.25}

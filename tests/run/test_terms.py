@@ -12,29 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Request
+from dino_ds.config import loading, stages
 from dino_ds.errors import ConfigError
 from dino_ds.method.preserve import PreserveTerm
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report.single_run import run as report
-from dino_ds.run.reports import NEAR, WINDOWS, CollapseAlarm
+from dino_ds.run.metrics import NEAR
 from dino_ds.weights.sidecar import read_sidecar
 from tests.engine.harness import tiny_schedules
 from tests.ranks import run_on_ranks
-from tests.run.harness import (
-    copy_until,
-    image_folder,
-    log_of,
-    losses_of,
-    read_metrics,
-    train_alone,
-    train_tiny,
-    whole_tensors,
-)
-from tests.run.test_resume import assert_same_checkpoint
+from tests.run import harness, test_resume
+from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny, whole_tensors
 
 DINOV2 = {
     "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
@@ -69,17 +59,10 @@ def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     assert "Masked patches (iBOT): teacher entropy" in page
 
 
-def test_an_alarm_names_its_rows():
-    alarm = CollapseAlarm(100, 0, "masked patch")
-    lines = [alarm.look(step, entropy=4.605, kl=0.0) for step in range(1, WINDOWS + 1)]
-    assert lines[:-1] == [""] * (WINDOWS - 1)
-    assert f"collapse after step {WINDOWS}: the teacher gives every masked patch the same target" in lines[-1]
-
-
 RATE = {"objective.dino_weight": "0", "objective.coding_rate_weight": "1", "model.drop_path": "0"}
 
 
-def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
+def test_two_ranks_equal_one(tmp_path):
     """Covariances are summed over ranks, so ZeRO 3 on two ranks has the losses of one process: to 1e-4, as four steps
     of Adam at a high rate carry FP32's rounding on. Metrics have the term's parts, and nothing of prototypes."""
     images, how = image_folder(tmp_path / "images"), {"changes": RATE}
@@ -87,11 +70,6 @@ def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
     assert run_on_ranks(train_tiny, images, tmp_path / "ranks", "zero3_fp32.json", 4, **how) == [None, None]
     for (_, one), (_, two) in zip(losses_of(tmp_path / "alone"), losses_of(tmp_path / "ranks"), strict=True):
         assert two == pytest.approx(one, abs=1e-4)
-    for steps, resume in ((2, False), (4, True)):
-        parts = (images, tmp_path / "parts", "zero3_fp32.json", steps, resume)
-        assert run_on_ranks(train_tiny, *parts, **how) == [None, None]
-    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "ranks")
-    assert_same_checkpoint(tmp_path / "parts", tmp_path / "ranks", 4)
     for line in read_metrics(tmp_path / "alone"):
         assert line["loss"] == pytest.approx(1 - line["view_cosine"] - line["coding_rate"], abs=1e-5)
         assert not {"teacher_entropy", "kl"} & line.keys()
@@ -149,10 +127,10 @@ def test_a_run_begins_at_no_distance_and_is_kept_near(started, tmp_path):
         assert distances[0] == pytest.approx(0, abs=1e-3)
         ends.append(distances[-1])
     assert ends[1] < 0.5 * ends[0]
-    parts = copy_until(2, tmp_path / "100", tmp_path / "parts")
+    parts = harness.copy_until(2, tmp_path / "100", tmp_path / "parts")
     assert run_on_ranks(train_tiny, started / "images", parts, ds, 4, True, changes=changes) == [None, None]
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "100")
-    assert_same_checkpoint(tmp_path / "parts", tmp_path / "100", 4)
+    test_resume.assert_same_checkpoint(tmp_path / "parts", tmp_path / "100", 4)
     assert [name for name in whole_tensors(tmp_path / "100", 4) if name.startswith("teachers.")] == [
         "teachers.start.sha256"
     ]
@@ -167,27 +145,18 @@ def test_a_run_that_leaves_its_start_ends_saved_if_asked(started, tmp_path):
     assert (run / "checkpoints/step_00000004").is_dir() and "drift 0.05" in (run / "config.yaml").read_text()
 
 
-def test_without_a_start_it_is_refused():
-    with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
-        load_recipe(None, {"objective.preserve_weight": "1"})
-    with pytest.raises(ConfigError, match=r"stop_after drift needs objective\.preserve_weight, which measures it"):
-        load_recipe(None, {"eval.stop_after": "drift 0.1"})
-    with pytest.raises(ConfigError, match=r"'drift 3' is not a distance: write 'drift 0\.1', more than 0 and less"):
-        load_recipe(None, {"eval.stop_after": "drift 3"})
-
-
 def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
     """Whose file may be gone; only with a start of its own it can, and a stage has the run before."""
-    run = load_recipe("continue", {"model.init_from": "weights.pth", "model.backbone": "resnet18"})
+    run = loading.load_recipe("continue", {"model.init_from": "weights.pth", "model.backbone": "resnet18"})
     assert run.objective.preserve_weight
     for stage_start in ("continue", "restart"):
-        given = Request(recipe={"stage_start": stage_start})
+        given = stages.Request(recipe={"stage_start": stage_start})
         assert not given.applied_to(run).objective.preserve_weight
         assert "ends with the run before: it kept features of weights.pth" in "".join(given.notes)
-    kept = Request(recipe={})
+    kept = stages.Request(recipe={})
     assert kept.applied_to(run, forget=False) == run and kept.notes == []
     with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
-        Request(recipe={"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
+        stages.Request(recipe={"stage_start": "continue", "objective.preserve_weight": "1"}).applied_to(run)
 
 
 GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
@@ -205,7 +174,7 @@ def trained(tmp_path_factory):
     image_folder(place / "images")
     other = {"model.patch_size": "16", "model.width": "48", "model.depth": "1"}
     for name, changes in (("run", {}), ("other", other)):
-        assert run_on_ranks(train_tiny, place / "images", place / name, max_steps=2, changes=changes, world=1) == [None]
+        assert train_alone(place / "images", place / name, max_steps=2, changes=changes) is None
     return place
 
 
@@ -214,9 +183,9 @@ def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
     straight, parts, ds = tmp_path / "straight", tmp_path / "parts", "zero2_bf16.json"
     for run, steps, resume in ((straight, 6, False), (parts, 4, True), (parts, 6, True)):
         if not parts.exists() and resume:
-            copy_until(3, straight, parts)
+            harness.copy_until(3, straight, parts)
         assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, SNAPSHOT) == [None, None]
-    assert_same_checkpoint(parts, straight, 6)
+    test_resume.assert_same_checkpoint(parts, straight, 6)
     kept = {name for name in whole_tensors(straight, 6) if name.startswith("teachers.gram.backbone.")}
     assert len(kept) == 30
     losses = [record["gram_loss"] for record in read_metrics(straight) if "gram_loss" in record]
@@ -242,12 +211,12 @@ def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, t
     copytree(trained / "run", place)
     file = place / "teacher.safetensors"
     changes = GRAM | {"gram.teacher": str(file)}
-    assert run_on_ranks(train_tiny, trained / "images", run, max_steps=1, changes=changes, world=1) == [None]
+    assert train_alone(trained / "images", run, max_steps=1, changes=changes) is None
     weights, about = load_file(file), read_sidecar(file)
     weights["norm.bias"][3] += 1e-6
     save_file(weights, file)
     (place / "teacher.json").write_text(json.dumps(about))  # changed on purpose: it describes no file
-    (said,) = run_on_ranks(train_tiny, trained / "images", run, max_steps=2, resume=True, changes=changes, world=1)
+    said = train_alone(trained / "images", run, max_steps=2, resume=True, changes=changes)
     assert said.startswith(f"gram.teacher {file} has other weights than the one that this run was trained with")
     assert "\n" not in said
 
@@ -258,29 +227,21 @@ def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, t
         ({"gram.teacher": "OTHER", "gram.crop_size": "40"}, "OTHER can't take its crops: images of 40 x 40 pixels"),
         ({"gram.teacher": "OTHER", "gram.refresh_every": "2"}, "whose EMA teacher can't replace it: set gram.refresh"),
         ({"gram.teacher": "OTHER/none"}, "gram.teacher OTHER/none: OTHER/none does not exist"),
-        ({"gram.teacher": "GRAY"}, "gram.teacher GRAY is for images of 1 channels, and this run's have 3"),
+        ({"gram.teacher": "OTHER/gray.safetensors"}, "gray.safetensors is for images of 1 channels, and this run's "),
         (
-            {"model.backbone": "tests.run.test_terms:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
+            dict.fromkeys((f"model.{key}" for key in ("patch_size", "width", "depth", "heads")), "none")
+            | {"model.backbone": "tests.run.test_terms:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
             "gram.weight is for patches: tests.run.test_terms:NoPatches gives features of whole images only",
         ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(trained, tmp_path, changes, says):
-    places = {"OTHER": str(trained / "other"), "GRAY": str(trained / "gray.safetensors")}
-    if "GRAY" in says:
-        gray = VisionTransformer(replace(VITS["vit_tiny_patch16_224"], in_chans=1), 32)
-        save_file(gray.state_dict(), places["GRAY"])
-
-    def placed(text):
-        for word, place in places.items():
-            text = text.replace(word, place)
-        return text
-
-    given = GRAM | {key: placed(value) for key, value in changes.items()}
-    drop = ["model.patch_size", "model.width", "model.depth", "model.heads"] if "model.backbone" in changes else []
-    overrides = given | dict.fromkeys(drop, "none")
-    (said,) = run_on_ranks(train_tiny, trained / "images", tmp_path / "run", changes=overrides, world=1)
-    assert said is not None and placed(says) in said and "\n" not in said
+    other = trained / "other"
+    gray = VisionTransformer(replace(VITS["vit_tiny_patch16_224"], in_chans=1), 32)
+    save_file(gray.state_dict(), other / "gray.safetensors")
+    given = GRAM | {key: value.replace("OTHER", str(other)) for key, value in changes.items()}
+    said = train_alone(trained / "images", tmp_path / "run", changes=given)
+    assert said is not None and says in said.replace(str(other), "OTHER") and "\n" not in said
     assert not (tmp_path / "run/config.yaml").exists()
 
 
