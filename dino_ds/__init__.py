@@ -1,6 +1,7 @@
 """DINO self-supervised pre-training of Vision Transformers on DeepSpeed."""
 
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ def __getattr__(name: str) -> Any:
         from dino_ds.commands.model import load
 
         return load
-    if name.startswith("_") or name == "api":
+    if name.startswith("_") or (name not in __all__ and find_spec(f"{__name__}.{name}")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dino_ds import api
 

@@ -208,8 +208,9 @@ async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: flo
         parts = {piece: data[piece.begin - first :][: piece.length] for piece in group}
         same = state == [size, tag]
         if all(zlib.crc32(part) == piece.checksum if checksum >= 0 else same for piece, part in parts.items()):
-            for piece, part in parts.items() if cache and tag else ():
-                cache.put(piece, part)
+            if cache and tag:
+                for piece, part in parts.items():
+                    cache.put(piece, part)
             return parts
     listed = "when its images were listed: put it back" if checksum < 0 else "index.jsonl says: copy that there again"
     raise DataError(f"{printable(url)} is gone or is another file than {listed}, or start anew")
@@ -235,11 +236,12 @@ class _RemoteFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self._state[0] - self._place))
+        size, tag = self._state
+        length = max(0, min(len(buffer), size - self._place))
         if length > _MOST_AT_ONCE:
             raise OSError(f"{length} bytes at once, {_MOST_AT_ONCE} are allowed")
         if length:
-            buffer[:length] = self._remote.read(FilePiece(self._url, *self._state, self._place, length))
+            buffer[:length] = self._remote.read(FilePiece(self._url, size, tag, self._place, length))
         self._place += length
         return length
 

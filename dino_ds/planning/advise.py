@@ -330,10 +330,10 @@ def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) ->
     yield "from scratch", gave, _CPU_IMAGES * 0.003 / 60, f"dino-ds train --config small {images}"
 
 
-def _cpu_seconds(facts: Situation, flags: dict[str, str]) -> float:
+def _cpu_seconds(facts: Situation, flags: Mapping[str, str]) -> float:
     """Seconds of a CPU core for an image of recipe small with these crops: as measured with its own, 23 minutes for
     600,000, of which the network's nine tenths grow with the patches and the loader's tenth with the pixels."""
-    known, sizes = load_recipe("small", {}), load_recipe("small", flags | {"model.patch_size": str(facts.patch)})
+    known, sizes = load_recipe("small", {}), load_recipe("small", {**flags, "model.patch_size": str(facts.patch)})
 
     def work(recipe: Recipe) -> tuple[int, int]:
         crops, patch = recipe.crops, recipe.model.patch_size or facts.patch
