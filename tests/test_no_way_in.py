@@ -17,8 +17,7 @@ FORBIDDEN = {
     "torch.load", "torch.hub.load", "torch.jit.load", "torch.package.PackageImporter", "shutil.unpack_archive",
     "tempfile.mktemp", "logging.config.listen", "code.interact", "importlib.import_module", "runpy.run_path",
 }  # fmt: skip
-METHODS = {"extractall", "extract", "unsafe_load"}
-"""Forbidden methods, whatever their object is."""
+METHODS = {"extractall", "extract", "unsafe_load"}  # forbidden methods, whatever their object is
 ALLOWED = {
     ("dino_ds/basics/names.py", "yaml.load"): "with SafeLoader in C, a file of the package",
     ("dino_ds/config/loading.py", "yaml.load"): "with a loader derived from SafeLoader; test_payloads.py gives it tags",
