@@ -80,8 +80,7 @@ class Resolution:
         return Resolution(int(parts[1]), int(parts[2]), int(parts[3]) if parts[3] else None, share)
 
     def __str__(self) -> str:
-        gram = f"/{self.gram_size}" if self.gram_size else ""
-        return f"{self.global_size}/{self.local_size}{gram}:{self.share:g}"
+        return f"{self.global_size}/{self.local_size}{f'/{self.gram_size}' if self.gram_size else ''}:{self.share:g}"
 
 
 def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:

@@ -182,8 +182,7 @@ class RecipeSettings:
             others = [key for key in keys_not_of(backbone) if key in self.origins and key not in values]
             dropped = {key: self.values.pop(key) for key in others}
             self.origins = {key: origin for key, origin in self.origins.items() if key not in dropped}
-            said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in (None, {}, "{}")]
-            if said:
+            if said := [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in (None, {}, "{}")]:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
         self.values |= values
         self.origins |= dict.fromkeys(values, origin)
@@ -202,8 +201,8 @@ class RecipeSettings:
         self.allow_code()
         settings = copy.deepcopy(self)
         recipe = _validate(settings)
-        idle = [line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key)]
         if notes is not None:
+            idle = (line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key))
             notes += [*settings.notes, *idle]
         return recipe
 
@@ -253,8 +252,7 @@ def code_of(recipe: Recipe) -> list[str]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The config.yaml of a run: YAML that `load_recipe` reads back to an equal recipe."""
-    values = {"format": FORMAT, **recipe.model_dump()}
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump({"format": FORMAT, **recipe.model_dump()}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
@@ -283,8 +281,7 @@ def recipe_options() -> list[schema.Option]:
 
 def key_elsewhere(name: str) -> str | None:
     """The sentence for a name that is not a key of the recipe, but a section or a known word; None for other names."""
-    inside = [option for option in schema.options_of(Recipe) if option.startswith(f"{name}.")]
-    if inside:
+    if inside := [option for option in schema.options_of(Recipe) if option.startswith(f"{name}.")]:
         return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
     leaf = name.rpartition(".")[2]
     if section := words_elsewhere("ds_keys").get(leaf):

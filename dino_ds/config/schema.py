@@ -49,8 +49,7 @@ class Option:
 
     @property
     def default(self) -> str:
-        shown = self.fact("shown")
-        return "required" if self.info.is_required() else shown or show_value(self.info.default)
+        return "required" if self.info.is_required() else self.fact("shown") or show_value(self.info.default)
 
     @functools.cached_property
     def members(self) -> tuple[tuple[Any, list[Any]], ...]:

@@ -167,12 +167,11 @@ OWN_EVALS = ("knn", "ridge", "statistics")
 )
 def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(words, source, evals, notes, calls, tmp_path):
     """Evaluations for the images of the recipe are left out, which is said; what the command line names stays."""
-    places = {name: tmp_path / name for name in ("imgs", "set", "none")}
-    for file in ("imgs/train/a/1.jpg", "imgs/list.txt", "set/cifar-10-batches-py/data_batch_1", "set/example.png"):
+    places = {name: tmp_path / name for name in ("imgs", "set")}
+    images = ("imgs/train/a/1.jpg", "imgs/list.txt", *(f"imgs/{number}.png" for number in range(70)))
+    for file in (*images, "set/cifar-10-batches-py/data_batch_1", "set/example.png"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    for number in range(70):
-        (tmp_path / f"imgs/{number}.png").touch()
     words = f"--run_dir {tmp_path}/run --data.global_batch 64 {words.format(**places)}"
     cli.main(["train", *words.split()])
     ((_, files),) = calls
@@ -254,10 +253,8 @@ def test_a_word_after_the_command_s_own_is_the_images(typed: str, option: str, t
 
 def test_all_problems_come_together(errors: Callable[..., list[str]]):
     assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
-    assert (
-        len(errors(*["train", "--data.root", "/x", "--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json"]))
-        == 3
-    )
+    wrong = ["--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json"]
+    assert len(errors("train", "--data.root", "/x", *wrong)) == 3
 
 
 def test_where_an_export_goes_and_images_lie_is_looked_at_before_torch_is_loaded(monkeypatch, errors):
@@ -291,8 +288,7 @@ def test_batch_arithmetic_is_checked_with_the_launcher_s_world_size(errors, monk
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "start"),
-    [("0", "0", "dino_ds: "), ("2", "0", "dino_ds: HOST: "), ("3", "1", "")],
+    ("rank", "local_rank", "start"), [("0", "0", "dino_ds: "), ("2", "0", "dino_ds: HOST: "), ("3", "1", "")]
 )
 def test_one_rank_a_node_speaks(rank, local_rank, start, calls, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", rank)
