@@ -96,8 +96,8 @@ def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):
     (tmp_path / "my_backbone.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     (line,) = (line for line in _commands(page) if "my_backbone" in line)
-    request = parse_flags(TRAIN, shlex.split(line)[2:])
-    recipe = load_recipe(None, {**request.recipe, "head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "8"})
+    small = {"head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "8"}
+    recipe = load_recipe(None, parse_flags(TRAIN, shlex.split(line)[2:]).recipe | small)
     backbone = build_network(recipe, PerformanceOptions()).backbone
     assert backbone.spec.width == 256 and backbone.spec.stride == 8
     crops = {"global": [torch.randn(2, 3, 48, 48)], "local": [torch.randn(2, 3, 32, 32)]}

@@ -22,7 +22,7 @@ from dino_ds.basics.own_code import CODE_KEYS, allow_code, code_in
 from dino_ds.config import schema
 from dino_ds.config.fields import Length
 from dino_ds.config.model import keys_not_of
-from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError, one_line
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -341,7 +341,7 @@ def _validate(settings: RecipeSettings) -> Recipe:
     recipe, wrong = None, {""}
     while recipe is None and wrong:
         try:
-            recipe = Recipe.model_validate(values, context={INVALID_SECTIONS: invalid})
+            recipe = Recipe.model_validate(values, context=invalid)
         except ValidationError as error:
             causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
             said = [line for cause in causes for line in getattr(cause, "args", ())]

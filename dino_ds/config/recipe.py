@@ -4,7 +4,6 @@ site's table of options all come from this schema; `dino_ds.config.loading` load
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -18,9 +17,6 @@ from dino_ds.config.schema import idle_keys, named_values, options_of
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.method.specs.own import groups_of, name_problems, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
-
-INVALID_SECTIONS = "invalid"
-"""Key of the validation context that holds the sections with problems so far: checks across sections skip these."""
 
 
 class Recipe(Section):
@@ -65,15 +61,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:
-        invalid = set((info.context or {}).get(INVALID_SECTIONS, ()))
-        checks: dict[Callable[..., list[str]], tuple[str, ...]] = {
-            sections.crop_problems: ("crops", "model"),
-            channel_problems: ("data", "model"),
-            eval_problems: ("eval", "data", "objective"),
-        }
-        problems = name_problems(self)
-        for check, names in checks.items():
-            problems += [] if invalid & {*names} else check(*(getattr(self, name) for name in names))
+        problems, invalid = name_problems(self), set[str](info.context or ())  # the sections with problems so far
+        if not invalid & {"crops", "model"}:
+            problems += sections.crop_problems(self.crops, self.model)
+        if not invalid & {"data", "model"}:
+            problems += channel_problems(self.data, self.model)
+        if not invalid & {"eval", "data", "objective"}:
+            problems += eval_problems(self.eval, self.data, self.objective)
         if not invalid:
             problems += [*_length_problems(self), *idle_keys(self, "refused"), *term_problems(self)]
         if problems:

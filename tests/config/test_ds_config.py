@@ -29,16 +29,6 @@ def load(tmp_path: Path):
     return _load
 
 
-@pytest.fixture
-def problems(load, tmp_path: Path):
-    def _problems(content: dict[str, Any] | str, **overrides: str) -> list[str]:
-        with pytest.raises(ConfigError) as caught:
-            load(content, **overrides)
-        return [line.removeprefix(f"{tmp_path}/my.json: ") for line in str(caught.value).splitlines()]
-
-    return _problems
-
-
 def _resolve(content: dict[str, Any], global_batch: int = 512, ranks: int = 4, **more: Any) -> DsConfig:
     return resolve_ds_config({"gradient_clipping": 1.0} | content, "x.json", global_batch, ranks, **more)
 
@@ -95,15 +85,6 @@ def test_comments_and_trailing_commas_are_legal(load):
         '{ // why\n "gradient_clipping": 3, # reason\n "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7,},}'
     )
     assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 50_000_000}
-
-
-def test_deepspeed_s_silence_is_broken(problems):
-    wrong = {"gradient_acumulation_steps": 8, "data_types": {"grad_accum_dtpe": "fp32"}}
-    assert problems(wrong | {"zero_optimization": {"stage": 2, "reduce_buckt_size": 1}}) == [
-        "gradient_acumulation_steps: unknown key. Did you mean gradient_accumulation_steps?",
-        "data_types.grad_accum_dtpe: unknown key. Did you mean data_types.grad_accum_dtype?",
-        "zero_optimization.reduce_buckt_size: unknown key. Did you mean zero_optimization.reduce_bucket_size?",
-    ]
 
 
 @pytest.mark.parametrize("value", [3, False, None, {"enabled": False, "x": 3}], ids=str)
@@ -169,6 +150,8 @@ def test_deepspeed_s_defaults_and_what_is_off_are_accepted(load, stage: int):
     [
         ({"wandb": {"enabled": True, "project": "\ud800"}}, "has half a character or a NUL"),
         ({"comms_logger": {"prof_ops": ["a\0"]}}, "has half a character or a NUL"),
+        ({"gradient_acumulation_steps": 8}, "unknown key. Did you mean gradient_accumulation_steps?"),
+        ({"data_types": {"grad_accum_dtpe": "fp32"}}, "unknown key. Did you mean data_types.grad_accum_dtype?"),
         ({"gradient_clipping": "1.0"}, 'gradient_clipping: "1.0" is not a number'),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 must be >= 1 or auto"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is not true or false'),
@@ -199,13 +182,15 @@ def test_wrong_values_and_combinations(content: Any, says: str, load):
     assert "\n" not in str(caught.value)
 
 
-def test_overrides(load, problems):
+def test_overrides(load):
     given = {"zero_optimization__stage": "2", "bf16__enabled": "True", "dino_ds__compile": "true"}
     config = load({}, **given, gradient_clipping="1e-1", gradient_accumulation_steps="auto")
     assert config["zero_optimization"] == {"stage": 2} and config["bf16"] == {"enabled": True}
     assert config["gradient_clipping"] == 0.1 and config["gradient_accumulation_steps"] == "auto"
     assert config["dino_ds"] == {"compile": "default"} == load({"dino_ds": {"compile": True}})["dino_ds"]
-    assert problems({}, zero__stage="2", gradient_clipping="x", optimizer__lr="1", fp16="1") == [
+    with pytest.raises(ConfigError) as caught:
+        load({}, zero__stage="2", gradient_clipping="x", optimizer__lr="1", fp16="1")
+    assert str(caught.value).splitlines() == [
         "--ds.zero.stage: unknown key. Did you mean zero_optimization.stage?",
         "--ds.optimizer.lr: not a key of the ds JSON: it belongs to the recipe: optimizer.lr, optimizer.weight_decay, "
         "optimizer.beta1, ...",
