@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -114,7 +115,10 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if starts_ranks(item):
+        fixtures = [fixture.func for name in item._fixtureinfo.name2fixturedefs.values() for fixture in name]
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        code = [value for value in (*fixtures, *parameters) if isinstance(value, FunctionType | type)]
+        if _mentions_ranks(item.cls, item.function, *code):
             item.add_marker("ranks")
         if not any(item.get_closest_marker(mark) for mark in NOT_FAST):
             item.add_marker("fast")
@@ -145,27 +149,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 @functools.cache
 def _take(path: Path) -> bool:
-    try:
+    with contextlib.suppress(FileExistsError):
         (Path(TAKEN) / str(path).replace(os.sep, "_")).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _has_ranks(item: pytest.Item) -> bool:
     return item.get_closest_marker("ranks") is not None
 
 
-def starts_ranks(item: pytest.Item) -> bool:
-    """Whether the code of a test, its fixtures and their helpers below tests/ mentions what starts ranks."""
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    fixtures = [fixture.func for name in item._fixtureinfo.name2fixturedefs.values() for fixture in name]
-    code = [value for value in (*fixtures, *parameters) if isinstance(value, FunctionType | type)]
-    return _mentions_ranks(item.cls, item.function, *code)
-
-
 @functools.cache
 def _mentions_ranks(cls: type | None, *code: Any) -> bool:
+    """Whether the code of a test, its fixtures and their helpers below tests/ mentions what starts ranks."""
     todo, seen = list(code), set[int]()
     while todo:
         value = inspect.unwrap(todo.pop())

@@ -9,10 +9,8 @@ import pytest
 
 
 def sampled(cells: Iterable[Any], columns: Callable[[Any], tuple[Any, ...]] = tuple) -> list[Any]:
-    """All cells as parameters; cells that are not needed to show each value of each column are marked `full`.
-
-    columns: function that gives a cell's columns, by default its elements. Cells with the most new values come first.
-    """
+    """All cells as parameters; cells that are not needed to show each value of each column are marked `full`. columns:
+    function that gives a cell's columns, by default its elements. Cells with the most new values come first."""
     cells = list(cells)
     shows = [{(column, str(value)) for column, value in enumerate(columns(cell))} for cell in cells]
     missing: set[tuple[int, str]] = set().union(*shows)

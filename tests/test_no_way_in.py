@@ -17,16 +17,12 @@ FORBIDDEN = {
     "torch.load", "torch.hub.load", "torch.jit.load", "torch.package.PackageImporter", "shutil.unpack_archive",
     "tempfile.mktemp", "logging.config.listen", "code.interact", "importlib.import_module", "runpy.run_path",
 }  # fmt: skip
-METHODS = {"extractall", "extract", "unsafe_load"}
-"""Forbidden methods, whatever their object is."""
+METHODS = {"extractall", "extract", "unsafe_load"}  # forbidden methods, whatever their object is
 ALLOWED = {
     ("dino_ds/basics/names.py", "yaml.load"): "with SafeLoader in C, a file of the package",
     ("dino_ds/config/loading.py", "yaml.load"): "with a loader derived from SafeLoader; test_payloads.py gives it tags",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
-    (
-        "dino_ds/basics/own_code.py",
-        "importlib.import_module",
-    ): "module:NAME that the user has typed; tests/hostile/test_named_code.py puts others into files",
+    ("dino_ds/basics/own_code.py", "importlib.import_module"): "what the user has typed: hostile/test_named_code.py",
     ("dino_ds/planning/doctor.py", "importlib.import_module"): "packages of a fixed list: do they load?",
     ("dino_ds/planning/measure.py", "importlib.import_module"): "a function named by the process that started this one",
 }

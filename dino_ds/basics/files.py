@@ -180,7 +180,6 @@ def left_over(path: Path) -> list[Path]:
 
 
 def discard_left_over(path: Path) -> None:
-    """Remove the temporary files beside `path` that a killed process has left."""
     for file in left_over(path):
         discard(file)
 

@@ -45,8 +45,7 @@ def host_memory_gib() -> tuple[float, float]:
 
 def has_accelerator_files() -> bool:
     """Whether /dev has a file of a GPU or another accelerator: without one there is none, which torch need not say."""
-    devices = ("nvidia*", "kfd", "dri", "dxg", "accel*", "davinci*")
-    return any(next(Path("/dev").glob(name), None) for name in devices)
+    return any(next(Path("/dev").glob(name), None) for name in ("nvidia*", "kfd", "dri", "dxg", "accel*", "davinci*"))
 
 
 def resident_gib() -> float:
@@ -54,10 +53,9 @@ def resident_gib() -> float:
     count only as far as this process has them."""
     process, *children = own_processes()
     resident = process.memory_info().rss
-    for process in children:
+    for child in children:
         with suppress(psutil.Error):  # it has ended meanwhile
-            memory = process.memory_info()
-            resident += memory.rss - getattr(memory, "shared", 0)
+            resident += (memory := child.memory_info()).rss - getattr(memory, "shared", 0)
     return resident / 2**30
 
 

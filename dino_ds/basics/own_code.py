@@ -29,7 +29,6 @@ def code_in(texts: Iterable[object]) -> list[str]:
 
 
 def allowed_code() -> list[str]:
-    """Each MODULE:NAME that this process may import."""
     return sorted(_allowed)
 
 

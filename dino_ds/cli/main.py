@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dino_ds import __version__, errors
+import dino_ds.errors as errors
+from dino_ds import __version__
 from dino_ds.basics.machine import check_ranks, has_accelerator_files, speaks_for_its_machine
 from dino_ds.basics.names import as_written, did_you_mean, suggestion, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import check_allowed
@@ -277,9 +278,8 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
 
 def _exit(code: int) -> None:
     """End the process, also if its process group has lost a rank: at a normal exit it would wait for that rank."""
-    distributed = sys.modules.get("torch.distributed")
-    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if distributed is not None and joined and distributed.get_world_size() > 1:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -359,7 +359,8 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
 
 def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any]) -> None:
     """Check values and paths that would otherwise stop the start half a minute later. Raises UserError."""
-    from dino_ds.data.root import check_photos
+    from dino_ds.data.mixture import roots_of
+    from dino_ds.data.root import check_photos, check_root, check_split
 
     for key, path in code_of(recipe):
         check_allowed(key, path)
@@ -374,35 +375,26 @@ def check_start(recipe: Recipe, options: TrainOptions, files: Mapping[str, Any])
             raise CheckpointError(f"{key} {name} does not exist; {answer}")
     # Ranks of other machines check later, with all ranks: if one failed here, the first machine would wait for it.
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
-        _check_images(recipe, run_dir)
+        if recipe.data.source == "folder":
+            for root in roots_of(recipe.data):
+                check_root(root)
+                if not holds_run(run_dir):  # a run continues with the images it began with
+                    check_split(root)
+            for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
+                if other is not None and recipe.eval.every.value:
+                    check_root(other, key)
         check_may_begin(run_dir, options.resume)
     RunLock(run_dir).check_free(int(os.environ.get("RANK", 0)))
 
 
 def _surely_lacks_fp16() -> bool:
-    """Whether this machine has no accelerator's device file and an x86 CPU without instructions for fp16. False where
-    torch is loaded, which is asked later."""
+    """Whether there is no accelerator, and an x86 CPU without fp16; where torch is loaded, it is asked later."""
     if "torch" in sys.modules or has_accelerator_files():
         return False
     with contextlib.suppress(OSError):
         flags = set(Path("/proc/cpuinfo").read_text().split())
         return "sse2" in flags and not flags & {"avx512_fp16", "amx_fp16", "avx_ne_convert"}
     return False
-
-
-def _check_images(recipe: Recipe, run_dir: Path) -> None:
-    from dino_ds.data.mixture import roots_of
-    from dino_ds.data.root import check_root, check_split
-
-    if recipe.data.source != "folder":
-        return
-    for root in roots_of(recipe.data):
-        check_root(root)
-        if not holds_run(run_dir):  # a run continues with the images it began with
-            check_split(root)
-    for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
-        if other is not None and recipe.eval.every.value:
-            check_root(other, key)
 
 
 def check_torchvision() -> None:
@@ -412,7 +404,5 @@ def check_torchvision() -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
     except (RuntimeError, ImportError, OSError) as error:
-        raise ConfigError(
-            f"torch and torchvision do not load together ({' '.join(str(error).split())[:160]}): install builds that "
-            "match, both from the same index"
-        ) from None
+        why, how = " ".join(str(error).split())[:160], "install builds that match, both from the same index"
+        raise ConfigError(f"torch and torchvision do not load together ({why}): {how}") from None

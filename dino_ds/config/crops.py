@@ -22,30 +22,18 @@ in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that 
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops of one kind.
-
-    Args:
-        count: crops of each image.
-        size: pixels of a side.
-        scale: (smallest, largest) share of the image's area that a crop takes.
-        teachers: names of the teachers that see them.
-        student: whether the student sees them.
-        masked: whether patches are masked for the student.
-        augmented: whether colors, blur and solarization change them; flips are random for every crop.
-        like: name of an earlier group with as many crops, whose boxes and flips these share.
-        hides: whether masked patches are hidden; the student predicts them in both cases.
-    """
+    """Crops of one kind."""
 
     name: str
-    count: int
-    size: int
-    scale: tuple[float, float]
-    teachers: tuple[str, ...]
-    student: bool
-    masked: bool = False
-    augmented: bool = True
-    like: str | None = None
-    hides: bool = True
+    count: int  # crops of each image
+    size: int  # pixels of a side
+    scale: tuple[float, float]  # (smallest, largest) share of the image's area that a crop takes
+    teachers: tuple[str, ...]  # names of the teachers that see them
+    student: bool  # whether the student sees them
+    masked: bool = False  # whether patches are masked for the student
+    augmented: bool = True  # whether colors, blur and solarization change them; flips are random for every crop
+    like: str | None = None  # name of an earlier group with as many crops, whose boxes and flips these share
+    hides: bool = True  # whether masked patches are hidden; the student predicts them in both cases
 
 
 def student_masks(groups: Iterable[CropGroup], masks: Masks) -> Masks:
@@ -74,12 +62,11 @@ def dino_groups(
 
 @dataclass(frozen=True)
 class Resolution:
-    """Sizes of the crops of an optimizer step, in pixels, and the share of the steps with these sizes. gram_size: side
-    of Gram anchoring's own crops, None without them."""
+    """Sizes of the crops of an optimizer step, in pixels, and the share of the steps with these sizes."""
 
     global_size: int
     local_size: int
-    gram_size: int | None = None
+    gram_size: int | None = None  # of Gram anchoring's own crops, None without them
     share: float = 1.0
 
     @staticmethod
@@ -93,8 +80,7 @@ class Resolution:
         return Resolution(int(parts[1]), int(parts[2]), int(parts[3]) if parts[3] else None, share)
 
     def __str__(self) -> str:
-        gram = f"/{self.gram_size}" if self.gram_size else ""
-        return f"{self.global_size}/{self.local_size}{gram}:{self.share:g}"
+        return f"{self.global_size}/{self.local_size}{f'/{self.gram_size}' if self.gram_size else ''}:{self.share:g}"
 
 
 def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
@@ -152,10 +138,9 @@ class Augmentation:
         """This augmentation with its four jitter strengths times one number, or replaced by four. Raises ValueError."""
         text = ",".join(f"{value:g}" for value in numbers)
         if len(numbers) not in (1, len(JITTERED)):
-            raise ValueError(
-                f"jitter {text} has {len(numbers)} numbers: give one factor on the strengths of crops.augment (0 = "
-                f"none) or the strengths of {', '.join(JITTERED)}, such as 0.4,0.4,0.2,0.1"
-            )
+            how = "give one factor on the strengths of crops.augment (0 = none) or the strengths of"
+            names = f"{', '.join(JITTERED)}, such as 0.4,0.4,0.2,0.1"
+            raise ValueError(f"jitter {text} has {len(numbers)} numbers: {how} {names}")
         factors = [numbers[0] * getattr(self, name) for name in JITTERED]
         strengths = dict(zip(JITTERED, factors if len(numbers) == 1 else numbers, strict=True))
         for name, strength in strengths.items():

@@ -1,8 +1,6 @@
-"""Loads a ds JSON (how fast, on what hardware) and decides what it leaves open: batches, buckets, overlap, dtypes.
-
-Read as DeepSpeed reads it (hjson), checked against our own list of keys. No torch and no DeepSpeed here: a wrong file
-must be refused before anything starts.
-"""
+"""Loads a ds JSON (how fast, on what hardware) and decides what it leaves open: batches, buckets, overlap, dtypes. Read
+as DeepSpeed reads it (hjson), checked against our own list of keys. No torch and no DeepSpeed here: a wrong file must
+be refused before anything starts."""
 
 from __future__ import annotations
 
@@ -74,10 +72,9 @@ def check_ds_config(
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
     micro, accumulation = _batches(config, path, global_batch, world_size)
     if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
-        raise ConfigError(
-            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
-            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
-        )
+        why = f"{accumulation} micro-batches a step, because CUDA graphs overwrite the gradients of the one before"
+        how = 'use "default", or gradient_accumulation_steps 1'
+        raise ConfigError(f'{path}: dino_ds.compile: "reduce-overhead" does not go with {why}: {how}')
     return micro, accumulation
 
 
@@ -158,10 +155,9 @@ def _precision(config: dict[str, Any]) -> str:
 def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:
     total = config.get("train_batch_size", "auto")
     if total not in ("auto", global_batch):
-        raise ConfigError(
-            f"train_batch_size {total} in {path} is not the recipe's data.global_batch {global_batch}: "
-            f"remove it from {path}, or set --data.global_batch {total}"
-        )
+        why = f"is not the recipe's data.global_batch {global_batch}"
+        how = f"remove it from {path}, or set --data.global_batch {total}"
+        raise ConfigError(f"train_batch_size {total} in {path} {why}: {how}")
     micro = config.get("train_micro_batch_size_per_gpu", "auto")
     accumulation = config.get("gradient_accumulation_steps", "auto" if micro != "auto" else 1)
     if micro == "auto":
@@ -172,10 +168,9 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
     elif (whole := micro * accumulation * world_size) == global_batch:
         return micro, accumulation
     else:
-        raise ConfigError(
-            f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks "
-            f'{world_size} = {whole}; set --data.global_batch {whole}, or one of the two to "auto" in {path}'
-        )
+        product = f"micro-batch {micro} x accumulation {accumulation} x ranks {world_size} = {whole}"
+        how = f'set --data.global_batch {whole}, or one of the two to "auto" in {path}'
+        raise ConfigError(f"global batch {global_batch} is not {product}; {how}")
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
         choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)

@@ -1,9 +1,7 @@
 """Declares the keys of a ds JSON that have an effect in dino_ds, since DeepSpeed silently ignores most unknown ones;
-checks a ds JSON against them; and defines `DsConfig`, the values by which a run is built.
-
-`stages` are the ZeRO stages at which a key acts, if not all of them; the content of `PASSED` is left to DeepSpeed's own
-checks. No torch and no DeepSpeed here.
-"""
+checks a ds JSON against them; and defines `DsConfig`, the values by which a run is built. `stages` are the ZeRO stages
+at which a key acts, if not all of them; the content of `PASSED` is left to DeepSpeed's own checks. No torch and no
+DeepSpeed here."""
 
 from __future__ import annotations
 
@@ -21,9 +19,6 @@ from dino_ds.config.fields import Section, option
 from dino_ds.config.schema import MOST_PROBLEMS, Option, options_of
 from dino_ds.errors import ConfigError
 
-COPIED_WEIGHTS = 500_000_000
-"""Weights of the largest teacher that is copied by default, a ViT-L with its heads. Without the copy, casts would be
-a quarter of its kernel launches; for larger teachers memory is worth more."""
 LOGGERS = ("wandb", "trackio")
 """The sections of metric loggers. They are not passed to DeepSpeed, which would synchronize the device in each step."""
 Bool = Annotated[bool, Strict()]
@@ -57,26 +52,24 @@ class PerformanceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DsConfig:
-    """A ds JSON resolved for one run. `raw` is the JSON with its open values filled in; `notes` say which these were.
-    micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm, 0 =
-    none; checkpoint_blocks: how many blocks are recomputed, or "all"."""
+    """A ds JSON resolved for one run."""
 
-    raw: dict[str, Any]
-    micro_batch: int
-    accumulation: int
+    raw: dict[str, Any]  # the JSON, its open values filled in
+    micro_batch: int  # images per rank
+    accumulation: int  # micro-batches per step
     stage: int
     precision: str
     dynamic_loss_scale: bool
-    clipping: float
-    checkpoint_blocks: int | str
+    clipping: float  # largest global gradient norm, 0 = none
+    checkpoint_blocks: int | str  # how many blocks are recomputed, or "all"
     performance: PerformanceOptions
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)  # a line about each value that was filled in
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
-        GPU, where launching the casts takes time."""
+        """Whether the teacher's matrices are kept in the engine's precision too; by default on a GPU up to a ViT-L with
+        its heads, where casts would be a quarter of the kernel launches. For larger ones memory is worth more."""
         asked = self.performance.teacher_copy
-        return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
+        return self.precision != "fp32" and (on_gpu and weights <= 500_000_000 if asked is None else asked)
 
     def copies_gradients(self, world_size: int) -> bool:
         """Whether DeepSpeed copies gradients into buckets. A single process has no one to reduce with: at stages 0
@@ -89,17 +82,14 @@ class DsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenDsConfig:
-    """The ds config of a start, with its predicted memory. reason: how the config was chosen, "" if the user named it;
-    memory: the log's line about the prediction; trained: the part of the weights that is trained, in words, "" for all;
-    predicted_gib: of a rank, None if it is not estimated; check_fits: raises ConfigError, with a config that fits, if
-    the prediction exceeds the machine's memory."""
+    """The ds config of a start, with its predicted memory."""
 
     config: DsConfig
-    reason: str
-    memory: str
-    trained: str
-    predicted_gib: float | None
-    check_fits: Callable[[], None]
+    reason: str  # how the config was chosen, "" if the user named it
+    memory: str  # the log's line about the prediction
+    trained: str  # the part of the weights that is trained, in words, "" for all
+    predicted_gib: float | None  # of a rank, None if it is not estimated
+    check_fits: Callable[[], None]  # raises ConfigError, with a config that fits, for more than the machine's memory
 
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:
@@ -124,10 +114,9 @@ def check_offload(config: DsConfig, kind: str) -> None:
     """Raises ConfigError for an optimizer that communicates inside its step and is offloaded to the host."""
     if kind in COMMUNICATES_IN_STEP and offloads_optimizer(config.raw["zero_optimization"]):
         does, instead = COMMUNICATES_IN_STEP[kind]
-        raise ConfigError(
-            f"optimizer.kind {kind} does not go with zero_optimization.offload_optimizer: {does} in the middle of a "
-            f"step that runs on the host; remove the one, or set optimizer.kind {instead}"
-        )
+        why = f"{does} in the middle of a step that runs on the host"
+        both = f"optimizer.kind {kind} does not go with zero_optimization.offload_optimizer"
+        raise ConfigError(f"{both}: {why}; remove the one, or set optimizer.kind {instead}")
 
 
 def _whole(value: object) -> object:
@@ -257,7 +246,6 @@ def key_names() -> list[str]:
 
 
 def is_key(name: str) -> bool:
-    """Whether a ds JSON may have the key or section with this dotted name."""
     return name in key_names() or name.startswith(tuple(f"{section}." for section in PASSED))
 
 
@@ -285,7 +273,7 @@ def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
     offload = [name for name in SECTIONS if "offload_" in name]
     optional = {*words_elsewhere("refused_ds_keys"), *PASSED, *offload, "dataloader_drop_last"}
     for key, value in [*content.items()]:
-        name = _join(section, key)
+        name = f"{section}.{key}".removeprefix(".")
         if (value is None and name not in _REQUIRED) or (name in optional and _is_off(name, value)):
             del content[key]
         elif isinstance(value, dict) and name in SECTIONS:
@@ -296,9 +284,8 @@ def _is_off(name: str, value: Any) -> bool:
     """Whether a value turns its key off or is DeepSpeed's default; a section's switch decides, else all of its keys."""
     if isinstance(value, dict):
         switch = value.get("enabled", value.get("device"))
-        return switch in (False, "none") or (
-            switch is None and all(_is_off(_join(name, key), inner) for key, inner in value.items())
-        )
+        has_none = switch is None and all(_is_off(f"{name}.{key}", inner) for key, inner in value.items())
+        return has_none or switch in (False, "none")
     return value in (None, False, "none") or _is_default(name, value)
 
 
@@ -338,7 +325,7 @@ def override(config: dict[str, Any], name: str, value: Any) -> str | None:
 
 def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
     for key, value in content.items():
-        name = _join(section, key)
+        name = f"{section}.{key}".removeprefix(".")
         if name in KEYS:
             try:
                 read = KEYS[name].read(value, json.dumps)
@@ -383,7 +370,3 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
     if compiled != "off" and ours.get("deterministic"):
         why = "dino_ds.compile, whose kernels are chosen by timing them, does not go with it"
         yield "dino_ds.deterministic", f"{why}: remove one of the two"
-
-
-def _join(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key

@@ -12,22 +12,16 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.config import fields
-from dino_ds.config.fields import Section, option
+from dino_ds.config.fields import PathText, Section, option
 from dino_ds.config.sections import DataSection, ObjectiveSection
 
 
 class EvaluationEntry(NamedTuple):
-    """What a recipe and a report know of an evaluation.
+    """What a recipe and a report know of an evaluation."""
 
-    Args:
-        metric: the number by which teachers can be compared, for `eval.keep_best`; "" for none.
-        titles: number -> title and unit of its chart; others have their name.
-        has_images: whether it brings images of its own, from `eval.benchmark_root`.
-    """
-
-    metric: str = ""
-    titles: Mapping[str, tuple[str, str]] = {}
-    has_images: bool = False
+    metric: str = ""  # the number by which teachers can be compared, for `eval.keep_best`; "" for none
+    titles: Mapping[str, tuple[str, str]] = {}  # number -> title and unit of its chart; others have their name
+    has_images: bool = False  # whether it brings images of its own, from `eval.benchmark_root`
 
 
 _STATISTICS = {
@@ -40,9 +34,7 @@ EVALUATIONS = {
     "linear": EvaluationEntry("linear", {"linear": ("Linear classifier", "%")}),
     "ridge": EvaluationEntry("ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}),
     "statistics": EvaluationEntry("rankme", _STATISTICS),
-    "oxford": EvaluationEntry(has_images=True),
-    "paris": EvaluationEntry(has_images=True),
-    "davis": EvaluationEntry(has_images=True),
+    **dict.fromkeys(("oxford", "paris", "davis"), EvaluationEntry(has_images=True)),
 }
 """Evaluations by name; a new one is an entry here, and its function one in `dino_ds.evals.suite`."""
 BENCHMARKS = tuple(name for name, entry in EVALUATIONS.items() if entry.has_images)
@@ -98,11 +90,11 @@ class EvalSection(Section):
         "length between evaluations; given in epochs or images: ten in the run at least; 0 steps: never",
     )
     evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto: knn if there are labeled test images")
-    root: fields.PathText | None = option(None, "labeled test images of the same classes, given as data.root is")
+    root: PathText | None = option(None, "labeled test images of the same classes, given as data.root is")
     k: fields.Count = option(20, "number of neighbors of knn")
     bank_images: fields.Count = option(10000, "largest number of labeled training images in an evaluation")
     test_images: fields.Count = option(2000, "largest number of test images, and of held-out images of val_loss")
-    benchmark_root: fields.PathText | None = option(None, f"folder with the images of {', '.join(BENCHMARKS)}")
+    benchmark_root: PathText | None = option(None, f"folder with the images of {', '.join(BENCHMARKS)}")
     keep_best: KeepBest = option(
         "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto: knn if it is evaluated, else none"
     )
@@ -111,9 +103,7 @@ class EvalSection(Section):
         "the run ends after so many evaluations without a better value of keep_best's metric, or, by 'drift 0.1', once "
         "preserve_loss is above that; none: at its length",
     )
-    val_root: fields.PathText | None = option(
-        None, "images without labels for val_loss, the held-out loss, as data.root"
-    )
+    val_root: PathText | None = option(None, "images without labels for val_loss, the held-out loss, as data.root")
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0,
         "share of the training images, chosen by a hash of their names, that is held out for val_loss, and as "
@@ -141,7 +131,6 @@ def margin_of_chance(images: float) -> float:
 
 
 def eval_problems(section: EvalSection, data: DataSection, objective: ObjectiveSection) -> list[str]:
-    """Settings that contradict each other, or could never have an effect."""
     wrong, metric, evaluation = [], section.keep_best, EVALUATION_OF.get(section.keep_best)
     if section.k > section.bank_images:
         wrong.append(f"eval.k {section.k} is more than eval.bank_images {section.bank_images}")

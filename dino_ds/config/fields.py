@@ -257,16 +257,14 @@ def _is_code(name: str) -> bool:
 
 
 def _source_problem(source: str) -> str:
+    if source in SOURCES or _is_code(source):
+        return ""
     known = f"{', '.join(SOURCES)}, nor a class of yours as module:Class.{did_you_mean(source, SOURCES)}"
-    return "" if source in SOURCES or _is_code(source) else f"{source!r} is not one of {known}"
+    return f"{source!r} is not one of {known}"
 
 
 SourceName = Annotated[str, refuse(_source_problem)]
 _Code = Annotated[str, refuse(lambda name: not _is_code(name) and f"{name!r} is not a class of yours as module:Class")]
 AllowedCode = Annotated[
-    Listed[_Code] | None,
-    Field(
-        description="module:Class,...: code of yours that a file read here may name",
-        json_schema_extra={"shown": "none"},
-    ),
+    Listed[_Code] | None, option(..., "module:Class,...: code of yours that a file read here may name", shown="none")
 ]

@@ -22,12 +22,10 @@ from dino_ds.basics.own_code import CODE_KEYS, allow_code, code_in
 from dino_ds.config import schema
 from dino_ds.config.fields import Length
 from dino_ds.config.model import keys_not_of
-from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError, one_line
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-EXTENDS = "extends"
-"""Key by which a file names the recipe that it changes: a shipped recipe, or a path relative to the file."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -38,7 +36,6 @@ _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.o
 
 
 def recipe_names() -> list[str]:
-    """The shipped recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -54,12 +51,12 @@ def _read_chain(path: str) -> list[tuple[str, dict[str, Any]]]:
     chain: list[tuple[str, dict[str, Any]]] = []
     while True:
         content = read_yaml(path)
-        base, number = content.pop(EXTENDS, None), content.pop("format", FORMAT)
+        base, number = content.pop("extends", None), content.pop("format", FORMAT)
         check_format(number, path, "write its keys into a recipe of your own")
         chain.insert(0, (path, content))
         if base is None:
             return chain
-        start = f"{path}: {EXTENDS}: "
+        start = f"{path}: extends: "
         if not isinstance(base, str) or (base not in recipe_names() and "," in base):
             how = "give a shipped recipe's name or a YAML file, which may extend another one"
             raise ConfigError(f"{start}{as_written(base)} is not one recipe: {how}")
@@ -154,21 +151,13 @@ _RUN_BEFORE = "recipe"  # the origin of values of the recipe that `RecipeSetting
 
 @dataclass
 class RecipeSettings:
-    """The settings of files and of the command line, before they are checked.
+    """The settings of files and of the command line, before they are checked."""
 
-    Attributes:
-        values: raw values by dotted name.
-        origins: dotted name of each value -> the file or the command line that it comes from.
-        problems: a line for each unknown name.
-        invalid: the sections of these names, whose other keys can't be judged.
-        notes: a line for each value that was left out.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    invalid: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)  # raw, by dotted name
+    origins: dict[str, str] = field(default_factory=dict)  # dotted name -> the file or the command line that sets it
+    problems: list[str] = field(default_factory=list)  # a line for each unknown name
+    invalid: set[str] = field(default_factory=set)  # the sections of these names, whose other keys can't be judged
+    notes: list[str] = field(default_factory=list)  # a line for each value that was left out
 
     @staticmethod
     def collect(config: str | None, overrides: Mapping[str, Any]) -> RecipeSettings:
@@ -191,16 +180,12 @@ class RecipeSettings:
         current = self.values.get("model.backbone", Recipe().model.backbone)
         if (backbone := values.get("model.backbone", current)) != current:
             others = [key for key in keys_not_of(backbone) if key in self.origins and key not in values]
-            dropped = {key: self._remove(key) for key in others}
-            said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in (None, {}, "{}")]
-            if said:
+            dropped = {key: self.values.pop(key) for key in others}
+            self.origins = {key: origin for key, origin in self.origins.items() if key not in dropped}
+            if said := [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in (None, {}, "{}")]:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
         self.values |= values
         self.origins |= dict.fromkeys(values, origin)
-
-    def _remove(self, name: str) -> Any:
-        del self.origins[name]
-        return self.values.pop(name)
 
     def allow_code(self) -> None:
         """Allow the import of the code that the settings name, since the user has typed or written it."""
@@ -213,12 +198,11 @@ class RecipeSettings:
         return frozenset(self.origins)
 
     def load(self, notes: list[str] | None = None) -> Recipe:
-        """The recipe, as `load_recipe` returns it."""
         self.allow_code()
         settings = copy.deepcopy(self)
         recipe = _validate(settings)
-        idle = [line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key)]
         if notes is not None:
+            idle = (line.why for line in schema.idle_keys(recipe, "idle") if settings.is_users(line.key))
             notes += [*settings.notes, *idle]
         return recipe
 
@@ -268,8 +252,7 @@ def code_of(recipe: Recipe) -> list[str]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The config.yaml of a run: YAML that `load_recipe` reads back to an equal recipe."""
-    values = {"format": FORMAT, **recipe.model_dump()}
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump({"format": FORMAT, **recipe.model_dump()}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
@@ -281,12 +264,10 @@ def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) ->
     lines = [f"# What is learned: recipe {config}, to edit. All keys and their defaults: dino-ds train --help all."]
     for option in recipe_options():
         section, _, leaf = option.name.rpartition(".")
-        if option.name not in written:
-            continue
-        if section and f"{section}:" not in lines:
-            lines.append(f"{section}:")
-        text = yaml.dump({leaf: values[option.name]}, Dumper=_Dumper, width=1000, allow_unicode=True).strip()
-        lines.append(f"{'  ' * bool(section)}{text}  # {option.description}")
+        if option.name in written:
+            lines += [f"{section}:"] if section and f"{section}:" not in lines else []
+            text = yaml.dump({leaf: values[option.name]}, Dumper=_Dumper, width=1000, allow_unicode=True).strip()
+            lines.append(f"{'  ' * bool(section)}{text}  # {option.description}")
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
@@ -295,14 +276,12 @@ def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) ->
 
 
 def recipe_options() -> list[schema.Option]:
-    """Every key of the recipe, in the order of the schema."""
     return [*schema.options_of(Recipe).values()]
 
 
 def key_elsewhere(name: str) -> str | None:
     """The sentence for a name that is not a key of the recipe, but a section or a known word; None for other names."""
-    inside = [option for option in schema.options_of(Recipe) if option.startswith(f"{name}.")]
-    if inside:
+    if inside := [option for option in schema.options_of(Recipe) if option.startswith(f"{name}.")]:
         return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
     leaf = name.rpartition(".")[2]
     if section := words_elsewhere("ds_keys").get(leaf):
@@ -327,16 +306,14 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSe
             settings.refuse(name, f"{path}: ")
 
 
-_WARM_UPS = ("optimizer.warmup", "objective.teacher_temp_warmup", "objective.freeze_prototypes")
-
-
 def _shorten_warm_ups(settings: RecipeSettings, length: Length) -> None:
     """Shorten a shipped recipe's warm-ups to a third of a `length` that the user has set, where they are longer."""
     if not settings.is_users("length") or length.begin or settings.values.get("stage_start") == "continue":
         return
     defaults, longest = dict(schema.named_values(Recipe())), Length.parse(length.share("33 %"))
     batch = float(settings.values.get("data.global_batch", defaults["data.global_batch"]))
-    for name in [name for name in _WARM_UPS if name in settings.origins or name == _WARM_UPS[0]]:
+    others = ("objective.teacher_temp_warmup", "objective.freeze_prototypes")
+    for name in ("optimizer.warmup", *(name for name in others if name in settings.origins)):
         part, origin = Length.parse(settings.values.get(name, defaults[name])), settings.origins.get(name)
         units = {part.unit: 1.0, length.unit: 1.0} if part.unit == length.unit else {"steps": batch, "images": 1.0}
         longer = units.get(part.unit, 0.0) * part.value > units.get(length.unit, math.inf) * longest.value
@@ -346,10 +323,9 @@ def _shorten_warm_ups(settings: RecipeSettings, length: Length) -> None:
 
 
 def _validate(settings: RecipeSettings) -> Recipe:
-    """Build the recipe. Raises ConfigError with the lines of all problems, also of sections that contradict each other.
-    pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
-    checked again, without problems that only follow from the `invalid` ones. A length such as "10 %", also that of a
-    ramp, is that part of the run's; keys without effect that the user did not set are reset to their defaults."""
+    """Build the recipe, or raise a ConfigError with all problems. pydantic compares sections only when each is valid by
+    itself: so invalid ones are left out, and the others are checked again. A length such as "10 %" becomes that part of
+    the run's; keys without effect that the user did not set return to their defaults."""
     options = schema.options_of(Recipe)
     with suppress(ValueError):  # the run's length is wrong itself
         length = Length.parse(settings.values.get("length", Recipe.model_fields["length"].default))
@@ -365,14 +341,14 @@ def _validate(settings: RecipeSettings) -> Recipe:
     recipe, wrong = None, {""}
     while recipe is None and wrong:
         try:
-            recipe = Recipe.model_validate(values, context={INVALID_SECTIONS: invalid})
+            recipe = Recipe.model_validate(values, context=invalid)
         except ValidationError as error:
             causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
             said = [line for cause in causes for line in getattr(cause, "args", ())]
             idle = [line for line in said if isinstance(line, schema.IdleKey) and line.key in settings.origins]
             if others := [line for line in idle if not settings.is_users(line.key)]:
                 for line in others:
-                    settings._remove(line.key)
+                    del settings.origins[line.key], settings.values[line.key]
                     settings.notes.append(f"left out of the recipe: {line.why}")
                 return _validate(settings)
             lines += schema.problem_lines(error, settings.origins)

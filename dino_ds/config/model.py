@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dino_ds.config import fields
 from dino_ds.config.crops import EMA, FROZEN
-from dino_ds.config.fields import Section, option
+from dino_ds.config.fields import Length, LengthField, Listed, Positive, Section, StageLengthField, option
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import FROM_SOURCE, TrainedPart, backbone_spec, parse_trained
 from dino_ds.models.specs.base import BackboneSpec
@@ -31,8 +31,7 @@ def _parse_arguments(value: object) -> str:
 
 
 def _from_text(value: object) -> object:
-    """Convert YAML's spellings of numbers, true, false and null (False, .5) in a value of a YAML file, which is read as
-    text; other words stay."""
+    """Convert YAML's spellings of numbers, true, false and null (False, .5) in a value that is read as text."""
     if isinstance(value, dict):
         return {key: _from_text(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -62,6 +61,9 @@ ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]  # keyword ar
 TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
+_NEVER = Length(0, "steps")
+
+
 def _known(backbone: str) -> str:
     if backbone != FROM_SOURCE:
         backbone_spec(backbone)  # raises ValueError
@@ -78,9 +80,7 @@ class ModelSection(Section):
     depth: fields.Depth | None = option(None, "number of blocks; none: the backbone's own")
     heads: fields.Depth | None = option(None, "number of attention heads; none: the backbone's own")
     registers: fields.Few | None = option(None, "number of register tokens; none: the backbone's own")
-    layer_scale: fields.Positive | None = option(
-        None, "initial value of LayerScale, such as 1e-5; none: the backbone's own"
-    )
+    layer_scale: Positive | None = option(None, "initial value of LayerScale, such as 1e-5; none: the backbone's own")
     in_chans: fields.Depth = option(3, "number of channels that the images must have; gray images fit 1 and 3")
     sync_batch_norm: bool = option(True, "compute BatchNorm's statistics over all ranks; false: on each rank")
     drop_path: fields.BelowOne = option(0.1, "stochastic depth: chance that the last block is skipped")
@@ -97,8 +97,8 @@ class ModelSection(Section):
     init_from: fields.PathText | None = option(
         None, "weights to start from: a file or folder (ours, DINO's, timm's, Hugging Face's), or a timm name"
     )
-    freeze_backbone: fields.LengthField = option(
-        fields.Length(0, "steps"), "length at the start during which only the heads are trained; with model.init_from"
+    freeze_backbone: LengthField = option(
+        _NEVER, "length at the start during which only the heads are trained; with model.init_from"
     )
     train: TrainedField = option(
         "all", "part of the backbone that is trained, besides heads: all, 'last N blocks', norms_and_biases or lora"
@@ -107,9 +107,7 @@ class ModelSection(Section):
     lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = option(
         16.0, "LoRA adapters are scaled by lora_alpha / lora_rank"
     )
-    lora_layers: fields.Listed[str] = option(
-        ("all",), "linear layers of each block that get LoRA adapters, such as qkv,proj"
-    )
+    lora_layers: Listed[str] = option(("all",), "linear layers of each block that get LoRA adapters, such as qkv,proj")
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how position embeddings are resized; DINO's released weights need dino"
     )
@@ -147,7 +145,6 @@ class ModelSection(Section):
 
     @property
     def trained(self) -> TrainedPart:
-        """The part of the backbone that is trained."""
         layers = () if self.lora_layers == ("all",) else self.lora_layers
         return TrainedPart(self.train, self.lora_rank, self.lora_alpha, layers)
 
@@ -172,7 +169,6 @@ _NOT_OF_ALL = {
 
 
 def keys_not_obeyed(spec: BackboneSpec) -> list[str]:
-    """Keys of the model section that have no effect on a backbone."""
     return [key for key in _NOT_OF_ALL if key not in spec.obeys]
 
 
@@ -226,12 +222,9 @@ class GramSection(Section):
         "teacher of Gram anchoring: snapshot (the EMA teacher at gram.start), ema (as it is now), or a run",
         by_content=True,
     )
-    start: fields.StageLengthField = option(
-        fields.Length(0, "steps"), "when the snapshot is taken; weight is 0 before", inside_run=True
-    )
-    refresh_every: fields.LengthField = option(
-        fields.Length(0, "steps"),
-        "length between replacements of the snapshot by the EMA teacher, from gram.start on; 0: never",
+    start: StageLengthField = option(_NEVER, "when the snapshot is taken; weight is 0 before", inside_run=True)
+    refresh_every: LengthField = option(
+        _NEVER, "length between replacements of the snapshot by the EMA teacher, from gram.start on; 0: never"
     )
     refreshes: fields.Count = option(3, "largest number of replacements of the snapshot")
     crop_size: fields.Side | None = option(

@@ -1,13 +1,9 @@
-"""The recipe's schema: what is learned; its sections are in `dino_ds.config.sections`.
-
-Validation, `--help` and the site's table of options all come from this schema; `dino_ds.config.loading` loads recipes.
-No torch here.
-"""
+"""The recipe's schema: what is learned; its sections are in `dino_ds.config.sections`. Validation, `--help` and the
+site's table of options all come from this schema; `dino_ds.config.loading` loads recipes. No torch here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -15,15 +11,12 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from dino_ds.config import fields, sections
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
-from dino_ds.config.fields import Section, option
+from dino_ds.config.fields import Length, Section, StageLengthField, option
 from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.schema import idle_keys, named_values, options_of
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.method.specs.own import groups_of, name_problems, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
-
-INVALID_SECTIONS = "invalid"
-"""Key of the validation context that holds the sections with problems so far: checks across sections skip these."""
 
 
 class Recipe(Section):
@@ -34,9 +27,7 @@ class Recipe(Section):
         None,
         "with --from RUN: continue takes its whole state and counts its steps on; restart takes its teacher, at step 0",
     )
-    length: fields.StageLengthField = option(
-        fields.Length(100, "epochs"), "length of the training in epochs, steps or images"
-    )
+    length: StageLengthField = option(Length(100, "epochs"), "length of the training in epochs, steps or images")
     log_every: fields.Count = option(10, "steps between lines of metrics", learned=False)
     save_every: fields.AutoLength = option(
         "auto",
@@ -45,9 +36,7 @@ class Recipe(Section):
     )
     keep_checkpoints: fields.Count = option(3, "number of newest checkpoints that are kept", learned=False)
     keep_every: fields.LengthField = option(
-        fields.Length(0, "steps"),
-        "checkpoints at multiples of this length are never removed; 0: none of them",
-        learned=False,
+        Length(0, "steps"), "checkpoints at multiples of this length are never removed; 0: none of them", learned=False
     )
     save_in_background: bool = option(
         True, "write checkpoints while training goes on; false: less host memory", learned=False
@@ -72,15 +61,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:
-        invalid = set((info.context or {}).get(INVALID_SECTIONS, ()))
-        checks: dict[Callable[..., list[str]], tuple[str, ...]] = {
-            sections.crop_problems: ("crops", "model"),
-            channel_problems: ("data", "model"),
-            eval_problems: ("eval", "data", "objective"),
-        }
-        problems = name_problems(self)
-        for check, names in checks.items():
-            problems += [] if invalid & {*names} else check(*(getattr(self, name) for name in names))
+        problems, invalid = name_problems(self), set[str](info.context or ())  # the sections with problems so far
+        if not invalid & {"crops", "model"}:
+            problems += sections.crop_problems(self.crops, self.model)
+        if not invalid & {"data", "model"}:
+            problems += channel_problems(self.data, self.model)
+        if not invalid & {"eval", "data", "objective"}:
+            problems += eval_problems(self.eval, self.data, self.objective)
         if not invalid:
             problems += [*_length_problems(self), *idle_keys(self, "refused"), *term_problems(self)]
         if problems:
@@ -143,10 +130,9 @@ class Recipe(Section):
         """Raises DataError for fewer images than a global batch, with the command that adapts settings to them."""
         batch = self.data.global_batch
         if images < batch:
-            raise DataError(
-                f"{images} images < one global batch of {batch}: set --data.global_batch to {images} or less, or add "
-                f"images; settings for few images: {self.data.advise_command}"
-            )
+            how = f"set --data.global_batch to {images} or less, or add images"
+            few = f"settings for few images: {self.data.advise_command}"
+            raise DataError(f"{images} images < one global batch of {batch}: {how}; {few}")
 
     def check_teacher(self) -> None:
         """Raises ConfigError if the recipe distills and names no trained teacher. For training."""

@@ -1,6 +1,5 @@
 """Reads the classes that declare settings: keys of a recipe or ds JSON and options of commands are pydantic fields,
-with type, range, default and help. No torch here.
-"""
+with type, range, default and help. No torch here."""
 
 from __future__ import annotations
 
@@ -50,9 +49,7 @@ class Option:
 
     @property
     def default(self) -> str:
-        """The default as help shows it."""
-        shown = self.fact("shown")
-        return "required" if self.info.is_required() else shown or show_value(self.info.default)
+        return "required" if self.info.is_required() else self.fact("shown") or show_value(self.info.default)
 
     @functools.cached_property
     def members(self) -> tuple[tuple[Any, list[Any]], ...]:
@@ -95,7 +92,6 @@ class Option:
 
     @property
     def takes_list(self) -> bool:
-        """Whether the option's value is a list, separated by commas."""
         return get_origin(self.members[0][0]) is tuple
 
     def read(self, value: Any, show: Callable[[Any], str] = as_written) -> Any:
@@ -104,13 +100,17 @@ class Option:
         if self.takes_none and isinstance(value, str) and value.strip().lower() in NONE_WORDS:
             return None
         try:
-            annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
-            return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+            return self._adapter.validate_python(value)
         except ValidationError as error:
             problems = error.errors()
             others = [problem for problem in problems if problem["type"] != "literal_error"]
             words = f" or {', '.join(self.choices)}" if 0 < len(others) < len(problems) else ""
             raise ValueError(_say((others or problems)[0], show) + words) from None
+
+    @functools.cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
+        return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -180,12 +180,10 @@ def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKe
 
 
 def flat_values(recipe: Section) -> dict[str, Any]:
-    """The plain values of a recipe, by dotted name."""
     return flatten(recipe.model_dump(mode="json"))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections to one mapping by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -200,7 +198,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
 
 def show_value(value: object) -> str:
-    """Format a value as in YAML and on the command line."""
     if value is None:
         return "none"
     if isinstance(value, bool):

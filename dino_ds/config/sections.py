@@ -1,6 +1,5 @@
 """The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py); the shares of a
-mixture; and checks of crops for settings that can't be or have no effect. No torch here.
-"""
+mixture; and checks of crops for settings that can't be or have no effect. No torch here."""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ from dino_ds.basics.files import unusable_text
 from dino_ds.basics.names import as_written
 from dino_ds.config import fields
 from dino_ds.config.crops import AUGMENTATIONS, Augmentation, chances_by_kind, parse_resolutions
-from dino_ds.config.fields import Section, option
+from dino_ds.config.fields import AreaRange, Count, Length, LengthField, Ramp, ScaleRange, Section, WeightField, option
 from dino_ds.config.model import ArgumentsField, ModelSection
 from dino_ds.config.schema import IdleKey
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 _ENTRY = re.compile(r"\s*(?P<place>\S.*?)\s*=\s*(?P<share>[0-9]*\.?[0-9]+)\s*(?:,|$)")
-_MOST_DIGITS, _MOST_PARTS = 20, 1000
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
 
 def _parse_part(text: str) -> MixturePart:
     match = _ENTRY.fullmatch(text)
-    if match is None or len(match["share"]) > _MOST_DIGITS or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
+    if match is None or len(match["share"]) > 20 or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
         raise ValueError(f"mixture: {as_written(text)} is not PLACE=SHARE, such as mine=0.7,theirs=0.3")
     place, share = match["place"], Fraction(match["share"])
     if problem := unusable_text(place):
@@ -73,16 +71,10 @@ def _split(value: object) -> object:
     return (*entries, *[value[begin:]] * (begin < len(value)))
 
 
-_FEW = fields.refuse(
-    lambda texts: len(texts) > _MOST_PARTS and f"mixture: {len(texts)} sources, at most {_MOST_PARTS} are taken"
-)
+_FEW = fields.refuse(lambda texts: len(texts) > 1000 and f"mixture: {len(texts)} sources, at most 1000 are taken")
 MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), _FEW]
-_BALANCE = fields.refuse(
-    lambda text: (
-        not re.fullmatch(r"none|classes|clusters:(?s:.+)", text) and f"{text!r} is not none, classes, or clusters:FILE"
-    )
-)
-BalanceField = Annotated[fields.PathText, _BALANCE]
+_FORMS = re.compile(r"none|classes|clusters:.+", re.DOTALL)
+_BALANCE = fields.refuse(lambda text: not _FORMS.fullmatch(text) and f"{text!r} is not none, classes, or clusters:FILE")
 
 
 class DataSection(Section):
@@ -96,7 +88,7 @@ class DataSection(Section):
         (),
         "several sources and their shares of each epoch, such as mine=0.7,theirs=0.3: folders in data.root, or paths",
     )
-    balance: BalanceField = option(
+    balance: Annotated[fields.PathText, _BALANCE] = option(
         "none",
         "classes, or clusters:FILE (a .csv of name,cluster): those of a source are drawn equally often",
         by_content=True,
@@ -116,9 +108,7 @@ class DataSection(Section):
         "device",
         "where colors are changed and crops blurred: device (a batch at once), or worker (in loading processes)",
     )
-    max_pixels: fields.Count = option(
-        50_000_000, "images with more pixels are skipped, since they may be decompression bombs"
-    )
+    max_pixels: Count = option(50_000_000, "images with more pixels are skipped, since they may be decompression bombs")
     value_range: fields.ValueRangeField = option(
         "auto", "values of black and white in images of more than 8 bits, such as 0,4095; auto: measured on a sample"
     )
@@ -132,17 +122,14 @@ class DataSection(Section):
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The sources of `mixture`; () without a mixture."""
         return parse_mixture(self.mixture)
 
     @property
     def place(self) -> str:
-        """Human-readable place of the images."""
         return ", ".join(self.mixture) or self.root or self.source
 
     @property
     def advise_command(self) -> str:
-        """The command that advises on settings for these images."""
         source = [] if self.source == "folder" else ["--source", self.source]
         return shlex.join(["dino-ds", "advise", *([] if self.root is None else [self.root]), *source])
 
@@ -169,24 +156,16 @@ class DataSection(Section):
         return self
 
 
-_NO_DEGREES = fields.refuse(
-    lambda chance: (
-        not 0 <= chance <= 1
-        and f"{chance:g} is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0.75 makes all four directions "
-        "equally likely (other angles would leave corners without an image)"
-    )
-)
+_TURNS = "a chance, 0 to 1, of a turn by 90, 180 or 270 degrees"
+_LIKELY = "0.75 makes all four directions equally likely (other angles would leave corners without an image)"
+_NO_DEGREES = fields.refuse(lambda chance: not 0 <= chance <= 1 and f"{chance:g} is not {_TURNS}: {_LIKELY}")
 
 
 class CropsSection(Section):
     global_size: fields.Side = option(224, "side of the two global crops in pixels, a multiple of the patch size")
-    global_scale: fields.AreaRange = option(
-        (0.4, 1.0), "smallest and largest area of a global crop, as shares of the image"
-    )
+    global_scale: AreaRange = option((0.4, 1.0), "smallest and largest area of a global crop, as shares of the image")
     local_size: fields.Side = option(96, "side of a local crop in pixels, a multiple of the patch size")
-    local_scale: fields.AreaRange = option(
-        (0.05, 0.4), "smallest and largest area of a local crop, as shares of the image"
-    )
+    local_scale: AreaRange = option((0.05, 0.4), "smallest and largest area of a local crop, as shares of the image")
     num_local: fields.Few = option(8, "number of local crops of each image")
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
         "dino",
@@ -209,9 +188,7 @@ class CropsSection(Section):
         "none", "hide blocks of patches in global crops, as DINOv2 does, or an exact number of patches, as DINOv3 does"
     )
     mask_share: fields.Fraction01 = option(0.5, "chance that a global crop is masked")
-    mask_ratio: fields.ScaleRange = option(
-        (0.1, 0.5), "smallest and largest share of a masked crop's patches that are hidden"
-    )
+    mask_ratio: ScaleRange = option((0.1, 0.5), "smallest and largest share of a masked crop's patches that are hidden")
     mask_hides: bool = option(
         True, "whether the student's patches are hidden; false: it sees them, and still predicts them (distillation)"
     )
@@ -269,47 +246,41 @@ class HeadSection(Section):
         return self
 
 
+_OFF = Ramp(0.0)
+
+
 class ObjectiveSection(Section):
     student_temp: fields.Temperature = option(0.1, "softmax temperature of the student")
     teacher_temp: fields.Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
     warmup_teacher_temp: fields.Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
-    teacher_temp_warmup: fields.LengthField = option(
-        fields.Length(0, "epochs"), "length of the warm-up of the teacher's temperature", inside_run=True
+    teacher_temp_warmup: LengthField = option(
+        Length(0, "epochs"), "length of the warm-up of the teacher's temperature", inside_run=True
     )
     centering: Literal["softmax", "sinkhorn"] = option(
         "softmax", "how targets are made: softmax after subtracting a running mean, or Sinkhorn-Knopp"
     )
     center_momentum: fields.Fraction01 = option(0.9, "momentum of the running mean of centering softmax")
-    freeze_prototypes: fields.LengthField = option(
-        fields.Length(1, "epochs"),
-        "length at the start during which the prototypes stay as initialized",
-        inside_run=True,
+    freeze_prototypes: LengthField = option(
+        Length(1, "epochs"), "length at the start during which the prototypes stay as initialized", inside_run=True
     )
     frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
         "no_gradient",
         "what frozen prototypes give the optimizer: no gradient (DINO), or one that clipping and Adam see (DINOv2)",
     )
-    dino_weight: fields.WeightField = option(
-        fields.Ramp(1.0),
-        "weight of DINO's loss of CLS tokens; all weights may be ramps, such as '0..1 over 1000 steps'",
+    dino_weight: WeightField = option(
+        Ramp(1.0), "weight of DINO's loss of CLS tokens; all weights may be ramps, such as '0..1 over 1000 steps'"
     )
-    dino_local_weight: fields.WeightField = option(
-        fields.Ramp(1.0), "weight of local crops' pairs within DINO's loss (DINOv3)"
-    )
-    ibot_weight: fields.WeightField = option(
-        fields.Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask"
-    )
+    dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within DINO's loss (DINOv3)")
+    ibot_weight: WeightField = option(_OFF, "weight of the loss of masked patches (iBOT); needs crops.mask")
     ibot_head: Literal["own", "shared"] = option(
         "own", "head of the masked patches: their own, ibot_head, or shared with DINO's loss"
     )
-    coding_rate_weight: fields.WeightField = option(
-        fields.Ramp(0.0), "weight of SimDINO's coding-rate loss of CLS tokens, which needs no prototypes"
+    coding_rate_weight: WeightField = option(
+        _OFF, "weight of SimDINO's coding-rate loss of CLS tokens, which needs no prototypes"
     )
-    koleo_weight: fields.WeightField = option(
-        fields.Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops"
-    )
-    preserve_weight: fields.WeightField = option(
-        fields.Ramp(0.0), "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"
+    koleo_weight: WeightField = option(_OFF, "weight of KoLeo, which spreads CLS features; summed over crops")
+    preserve_weight: WeightField = option(
+        _OFF, "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"
     )
     koleo_ranks: Literal["own", "all"] = option(
         "own", "images that KoLeo spreads: the micro-batch of each rank by itself, or those of all ranks together"
@@ -349,9 +320,7 @@ class OptimizerSection(Section):
     )
     schedule: Literal["cosine", "constant"] = option("cosine", "course of the learning rate after its warm-up")
     min_lr: fields.NotNegative = option(1e-6, "learning rate at the end, not scaled by the batch")
-    warmup: fields.LengthField = option(
-        fields.Length(10, "epochs"), "length of the learning rate's warm-up from 0", inside_run=True
-    )
+    warmup: LengthField = option(Length(10, "epochs"), "length of the learning rate's warm-up from 0", inside_run=True)
     warmup_shape: Literal["linear", "cosine"] = option(
         "linear", "course of the warm-up; cosine: half a cosine, slow at first (DINOv3)"
     )
@@ -371,17 +340,15 @@ class OptimizerSection(Section):
 
 
 def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    """Lines about sizes, colors and masks that crops can't have."""
     several, patch = parse_resolutions(crops.resolutions), model.side_multiple
     sizes = [("crops.global_size", crops.global_size)]
     problems = _color_problems(crops, model)
     smallest = min([resolution.global_size for resolution in several] or [crops.global_size])
     patches, (low, high) = (smallest // patch) ** 2, crops.mask_ratio
     if crops.mask != "none" and patches and not int(patches * high):
-        problems.append(
-            f"crops.mask_ratio {low:g},{high:g} hides none of the {patches} patches of a crop of {smallest} pixels: it "
-            f"must reach {math.ceil(1e4 / patches) / 1e4:g}, one patch"
-        )
+        none = f"hides none of the {patches} patches of a crop of {smallest} pixels"
+        least = f"it must reach {math.ceil(1e4 / patches) / 1e4:g}, one patch"
+        problems.append(f"crops.mask_ratio {low:g},{high:g} {none}: {least}")
     if crops.mask != "none" and model.backbone != FROM_SOURCE and "mask_token" not in model.spec().obeys:
         can_not = f"and {model.backbone} can't: take a ViT, or leave it out with the loss of masked patches"
         problems.append(f"crops.mask {crops.mask} needs a backbone that hides patches, {can_not}")

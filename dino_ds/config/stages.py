@@ -1,8 +1,6 @@
 """The options of `train`, and the recipe of a run, of its resumes, and of a stage, which begins with another run: that
-run's recipe, changed by the stage. No torch.
-
-Lengths and ramps that a stage sets count from the step at which the stage began; the others continue.
-"""
+run's recipe, changed by the stage. No torch. Lengths and ramps that a stage sets count from the step at which the stage
+began; the others continue."""
 
 from __future__ import annotations
 
@@ -18,16 +16,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
+from dino_ds.basics import names
 from dino_ds.basics.files import check_format, is_url, read_object
-from dino_ds.basics.names import (
-    BEST_TEACHER,
-    MODEL_FORMS,
-    as_written,
-    did_you_mean,
-    nearest,
-    suggestion,
-    weights_elsewhere,
-)
 from dino_ds.config.fields import PATH, AllowedCode, Count, Ramp, Resume, option
 from dino_ds.config.loading import RecipeSettings, change_recipe, read_yaml, recorded_recipe
 from dino_ds.config.recipe import Recipe
@@ -42,7 +32,7 @@ def _read_resume(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value.lower() not in words and not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise ValueError(f"{as_written(value)} is not auto or the step of a checkpoint")
+        raise ValueError(f"{names.as_written(value)} is not auto or the step of a checkpoint")
     return words[value.lower()] if value.lower() in words else int(value)
 
 
@@ -91,7 +81,6 @@ class Origin:
 
     @property
     def first_step(self) -> int:
-        """The step from which the stage counts."""
         return self.step if self.stage_start == "continue" else 0
 
     @staticmethod
@@ -113,10 +102,9 @@ class Origin:
             return
         named = f"{run}{'' if step is None else f', step {step}'}"
         which = "which can't be read" if run_id is None else f"run {run_id}"
-        raise CheckpointError(
-            f"--from {named} ({which}), and this stage began with {self.run}, step {self.step} (run {self.run_id}): "
-            "leave --from out to continue it, or begin another stage in another --run_dir"
-        )
+        began = f"this stage began with {self.run}, step {self.step} (run {self.run_id})"
+        how = "leave --from out to continue it, or begin another stage in another --run_dir"
+        raise CheckpointError(f"--from {named} ({which}), and {began}: {how}")
 
 
 def read_environment(run_dir: Path, key: str) -> Any:
@@ -134,7 +122,6 @@ def read_run_id(run_dir: Path) -> str | None:
 
 
 def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe that change what is learned, by dotted name."""
     return {key: value for key, value in flatten(dict(recipe)).items() if not is_free(key)}
 
 
@@ -228,23 +215,16 @@ def _is_there(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """A command's request as the user typed it: the names of options and keys, and their values.
+    """A command's request as the user typed it: the names of options and keys, and their values."""
 
-    Args:
-        options: the command's own options by name, converted; `config` and `ds_config` are among them.
-        recipe: keys of the recipe by dotted name, as text of a command line or as Python values.
-        ds: keys of the ds JSON, likewise.
-        notes: lines for the user about values that are understood otherwise than written.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
-    ds: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # converted; `config` and `ds_config` are among them
+    recipe: dict[str, Any] = field(default_factory=dict)  # by dotted name, text of a command line or Python values
+    ds: dict[str, Any] = field(default_factory=dict)  # keys of the ds JSON, likewise
+    # Lines for the user about values that are understood otherwise than written.
     notes: list[str] = field(default_factory=list, compare=False)
 
     @property
     def config(self) -> str | None:
-        """The recipe that --config names."""
         return self.options.get("config")
 
     @property
@@ -355,7 +335,7 @@ class ModelFolder(NamedTuple):
 def find_model_folder(model: str) -> ModelFolder:
     """The `ModelFolder` of a model that is given as a run folder, a checkpoint or best teacher in it, or otherwise."""
     path = Path(os.path.expanduser(model))
-    if path.name == BEST_TEACHER and (path.parent / "config.yaml").is_file():
+    if path.name == names.BEST_TEACHER and (path.parent / "config.yaml").is_file():
         return ModelFolder(path.parent, path.stem)
     folder, step = split_origin(str(path if len(path.parts) > 2 else path.absolute()))
     return ModelFolder(path, "") if step is None else ModelFolder(folder, path.name)
@@ -366,7 +346,6 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def holds_checkpoint(run_dir: Path) -> bool:
-    """Whether a run folder has a checkpoint, complete or not."""
     return any(run_dir.glob("checkpoints/step_*"))
 
 
@@ -375,14 +354,13 @@ def near_run(missing: str | Path) -> str:
     path, near = Path(os.path.expanduser(missing)), list[str]()
     with contextlib.suppress(OSError):
         runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
-        near = [str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name]
-    return f".{suggestion(near)}" if near else ""
+        near = [str(path.with_name(name)) for name in names.nearest(path.name, runs) if name != path.name]
+    return f".{names.suggestion(near)}" if near else ""
 
 
 def missing_model(model: str) -> CheckpointError:
-    """The error for a missing model, with a hint where to get it, or the nearest name."""
-    near = near_run(model) or f".{did_you_mean(model, BACKBONES)}"
-    how = weights_elsewhere(model) or f"give {MODEL_FORMS}{near}"
+    near = near_run(model) or f".{names.did_you_mean(model, BACKBONES)}"
+    how = names.weights_elsewhere(model) or f"give {names.MODEL_FORMS}{near}"
     return CheckpointError(f"{one_line(model, 300)} does not exist; {how}")
 
 
@@ -407,13 +385,11 @@ def check_may_begin(run_dir: Path, resume: Resume) -> None:
 
 
 def no_checkpoint(run_dir: Path) -> CheckpointError:
-    """The error for --resume of a run that has saved nothing."""
     how = "--resume auto starts from the beginning then"
     return CheckpointError(f"no checkpoint in {run_dir} and --resume was given; {how}")
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
-    """The error for --resume with a folder that holds no run."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"  # it may be another machine's folder
     why = f"nothing to resume: {run_dir} holds no run{f' on {socket.gethostname()}' if several else ''}"
     return CheckpointError(f"{why}; start without --resume, or fix --run_dir{near_run(run_dir)}")

@@ -1,7 +1,5 @@
-"""Every command of `dino-ds`, with the options of those about runs, images, machines and speed. No torch here.
-
-Makes the pages of `--help` from the schemas; the site's page of options is that of `train --help all`.
-"""
+"""Every command of `dino-ds`, with the options of those about runs, images, machines and speed. No torch here. Makes
+the pages of `--help` from the schemas; the site's page of options is that of `train --help all`."""
 
 from __future__ import annotations
 
@@ -18,18 +16,11 @@ from dino_ds.config.schema import Option
 from dino_ds.config.stages import TrainOptions
 from dino_ds.errors import EXIT_CODES
 from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, declare_command, meaning, options
+from dino_ds.options.definition import COMMANDS, Command, Heads, Json, Model, command, meaning, options
 
-declare_command(
-    TrainOptions,
-    "train",
-    "train",
-    takes_recipe=True,
-    takes_ds=True,
-    takes_request=True,
-    needs_images=True,
-    ds_shown="that of a resumed run; else the planner's for these GPUs; without GPUs ds_configs/zero0_fp32.json",
-)
+_DS = "that of a resumed run; else the planner's for these GPUs; without GPUs ds_configs/zero0_fp32.json"
+_TAKES = dict.fromkeys(("takes_recipe", "takes_ds", "takes_request", "needs_images"), True)
+command("train", "train", **_TAKES, ds_shown=_DS)(TrainOptions)
 
 
 @command("report", "look", loads_torch=False)
@@ -98,8 +89,8 @@ class PlanOptions:
     json: Json = False
 
 
-_Steps = Annotated[Count, Field(description="number of measured steps")]
-_Threads = Annotated[Count, Field(description="number of threads; with one, CPU time is measured, else wall time")]
+_Steps = Annotated[Count, option(..., "number of measured steps")]
+_Threads = Annotated[Count, option(..., "number of threads; with one, CPU time is measured, else wall time")]
 
 
 @options

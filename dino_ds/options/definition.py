@@ -27,21 +27,13 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a command, which the command line prints and the Python API returns.
+    """The result of a command, which the command line prints and the Python API returns."""
 
-    Args:
-        data: the JSON object that --json prints; what Python gets, unless `value` is set.
-        page: text for a terminal.
-        notes: lines for standard error, which are warnings in Python.
-        value: what Python gets instead of `data`.
-        error: what ended the command early; raised after the results so far are shown.
-    """
-
-    data: Mapping[str, Any]
-    page: str
-    notes: Sequence[str] = ()
-    value: Any = None
-    error: BaseException | None = None
+    data: Mapping[str, Any]  # the JSON object that --json prints; what Python gets, unless `value` is set
+    page: str  # text for a terminal
+    notes: Sequence[str] = ()  # lines for standard error, which are warnings in Python
+    value: Any = None  # what Python gets instead of `data`
+    error: BaseException | None = None  # what ended the command early; raised after the results so far are shown
 
     def show(self, as_json: bool) -> None:
         """Print `data` as one JSON object, or `page`, on rank 0. Raises `error`."""
@@ -55,32 +47,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its options, its function, and the files that the function wants.
-
-    Args:
-        options: the class whose instance the function of `dino_ds.cli.main` gets, besides `recipe`, `ds` and
-            `ds_path` if it takes them.
-        group: heading of help.
-        recipe: default of --config, None for the schema's defaults.
-        ds_config: default of --ds_config, None where it may be left out (`ds` and `ds_path` are None then).
-        needs_images: images must be named.
-        takes_request: the function also gets `request`, the names and values as the user has given them.
-        loads_torch: the command needs torch: it stops before it starts if torch does not load.
-        ds_shown: words of help for the default of --ds_config, where that depends on the machine.
-    """
+    """A command: its options, and the files that its function in `dino_ds.cli.main` wants."""
 
     name: str
     summary: str
-    options: type
-    group: str
+    options: type  # the function gets an instance, besides `recipe`, `ds` and `ds_path` if it takes them
+    group: str  # heading of help
     takes_recipe: bool = False
-    recipe: str | None = None
+    recipe: str | None = None  # default of --config, None for the schema's defaults
     takes_ds: bool = False
-    ds_config: str | None = "ds_configs/zero0_fp32.json"
-    needs_images: bool = False
-    takes_request: bool = False
-    loads_torch: bool = True
-    ds_shown: str = ""
+    ds_config: str | None = "ds_configs/zero0_fp32.json"  # the default; None: may be left out, as `ds` and `ds_path`
+    needs_images: bool = False  # images must be named
+    takes_request: bool = False  # the function also gets `request`, the names and values as the user has given them
+    loads_torch: bool = True  # the command needs torch: it stops before it starts if torch does not load
+    ds_shown: str = ""  # words of help for the default of --ds_config, where that depends on the machine
 
     @property
     def own_options(self) -> tuple[Option, ...]:
@@ -121,24 +101,17 @@ COMMANDS: dict[str, Command] = {}  # every command by name; filled where `option
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def command(name: str, group: str, **facts: Any) -> Callable[[type[Options]], type[Options]]:
-    """Make a class the options of a command; its docstring is the summary that help shows. `facts` are fields of
-    Command."""
+    """Make a class the options of a command; its docstring is the summary of help. `facts` are fields of Command."""
 
     def register(cls: type[Options]) -> type[Options]:
-        declared = options(cls)
-        declare_command(declared, name, group, **facts)
+        declared = cls if "__pydantic_fields__" in vars(cls) else options(cls)
+        COMMANDS[name] = Command(name, declared.__doc__ or "", declared, group, **facts)
         return declared
 
     return register
 
 
-def declare_command(declared: type, name: str, group: str, **facts: Any) -> None:
-    """Do what `command` does, for a class that holds the options of something already."""
-    COMMANDS[name] = Command(name, declared.__doc__ or "", declared, group, **facts)
-
-
 def meaning(option: Option) -> str:
-    """The help of an option, with its choices."""
     return ": ".join(text for text in (option.description, ", ".join(option.choices)) if text)
 
 
@@ -149,23 +122,13 @@ def field_of(option: Option) -> str:
 
 _DEBUG = Option("debug", FieldInfo.from_annotated_attribute(bool, option(False, "show tracebacks of errors")))
 
-Json = Annotated[bool, Field(description="print one JSON object")]
-Model = Annotated[str, Field(description=MODEL_FORMS, json_schema_extra={"bare": True})]
-Heads = Annotated[
-    Count | None,
-    Field(
-        description="number of attention heads, for a file that does not state it",
-        json_schema_extra={"shown": "as known networks of its width have"},
-    ),
-]
-
-
+Json = Annotated[bool, option(..., "print one JSON object")]
+Model = Annotated[str, option(..., MODEL_FORMS, bare=True)]
+_HEADS = "number of attention heads, for a file that does not state it"
+Heads = Annotated[Count | None, option(..., _HEADS, shown="as known networks of its width have")]
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
-_Source = Annotated[
-    str | None,
-    Field(description="as data.source of a recipe", json_schema_extra={"shown": "the run's, else folder"}),
-]
+_Source = Annotated[str | None, option(..., "as data.source of a recipe", shown="the run's, else folder")]
 
 
 def _check_form(form: object) -> object:
@@ -216,9 +179,9 @@ class EmbedOptions:
     json: Json = False
 
 
-_Features = Annotated[
-    str, Field(description="a file of dino-ds embed: .npy or .parquet", json_schema_extra={"bare": True})
-]
+_MOVED = "folder of the images, if they have moved since dino-ds embed"
+_Moved = Annotated[str | None, option(..., _MOVED, shown="as embed was told")]
+_Features = Annotated[str, option(..., "a file of dino-ds embed: .npy or .parquet", bare=True)]
 
 
 @command("find", "evaluate")
@@ -229,9 +192,7 @@ class FindOptions:
     images: tuple[str, ...] = option(..., "image files, or rows of features by number or name", bare=True)
     top: Count = option(20, "number of neighbors of each image")
     model: str | None = option(None, "model that made the features, to describe image files", shown="as embed was told")
-    root: str | None = option(
-        None, "folder of the images, if they have moved since dino-ds embed", shown="as embed was told"
-    )
+    root: _Moved = None
     out: str | None = option(
         None, "first part of the names of the new list and picture", shown="FEATURES-found, or -2, ..."
     )
@@ -253,9 +214,7 @@ class CurateOptions:
     )
     draw: Count | None = option(None, "number of images in a list that is balanced over the clusters")
     seed: Seed = option(0, "seed of clusters and draws")
-    root: str | None = option(
-        None, "folder of the images, if they have moved since dino-ds embed", shown="as embed was told"
-    )
+    root: _Moved = None
     out: str | None = option(None, "new folder", shown="FEATURES-duplicates, -clusters or -drawn")
     memory_gib: Gib = option(1.0, "GiB of memory for blocks of features")
     allow_code: AllowedCode = None

@@ -24,8 +24,6 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of, meaning
 
-_MOST_RUNS = 5
-
 
 def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     """Return an instance of the command's options, and the other keywords of its function. Raises ConfigError."""
@@ -75,8 +73,6 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
 
 
 def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
-    """Return `train`'s options with a run folder. Raises ConfigError for options that don't go together, and
-    CheckpointError where there is no run to resume."""
     config = request.config
     if options.print == "-":
         raise ConfigError("--print -: the recipe goes to a file: name one, such as --print recipe.yaml")
@@ -106,10 +102,8 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
 
 
 def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
-    """The run folder for recipe `name`, and a line about the choice if there are several, else "". A new run gets the
-    number after the newest run's; a start that `resumes` gets the newest run. All ranks of one machine see the same
-    folders until the run begins. Ranks on several machines might not (a network disk's cache): they take the name
-    without a number. Raises ConfigError if they would have to resume a numbered run."""
+    """The run folder for recipe `name`, which is the newest one's or has the next number, and a line about the choice,
+    or "". Ranks on several machines might see other folders (a network disk's cache): they take no number."""
     first = os.path.join("runs", name)
     pattern = rf"{re.escape(name)}(?:-([1-9][0-9]{{0,8}}))?"  # NAME-N has the number N, and NAME itself 1
     matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in Path("runs").glob("*")]
@@ -131,15 +125,14 @@ def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
 
 
 def _only_run(resume: str) -> tuple[str, str]:
-    """The folder of the only run in runs/, for the option `resume` alone, and a line about it. Raises CheckpointError
-    without a run, and with several one that names the command for each, the newest first."""
+    """The folder of the only run in runs/, for the option `resume` alone, and a line about it."""
     runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
     runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
     if not runs:
         raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
     if len(runs) > 1:
-        more = f"; and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
-        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:_MOST_RUNS])
+        more = f"; and {len(runs) - 5} more" if len(runs) > 5 else ""
+        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:5])
         raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
     return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
 
@@ -190,8 +183,7 @@ def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert a value to the types that schemas read: scalars of NumPy and torch to numbers, paths to text, lists to
-    tuples. Raises ConfigError for any other type."""
+    """Convert scalars of NumPy and torch to numbers, paths to text, lists to tuples."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, str | os.PathLike):

@@ -58,8 +58,7 @@ def _index(folder: Path, numbered: dict[str, int]) -> None:
     IndexedMembers(json.dumps(line | numbered).encode(), "index.jsonl")
 
 
-EMPTY = (_checkpoint, _features)
-"""Kinds that these tests write without content: their number is accepted, and the rest is not."""
+EMPTY = (_checkpoint, _features)  # written without content: their number is accepted, and the rest is not
 
 
 @pytest.mark.parametrize("kind", [_run, _checkpoint, _teacher, _features, _index])

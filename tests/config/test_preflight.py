@@ -1,17 +1,18 @@
-"""Traps of the surroundings: launchers' variables, torchvision of another torch, no home, installed or not."""
+"""Traps of the surroundings: launchers' variables, torchvision of another torch, memory, no home, installed or not."""
 
 from __future__ import annotations
 
 import json
 import os
 import pwd
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 import dino_ds
@@ -87,31 +88,20 @@ def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatc
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-def _files_with(pattern: str) -> set[str]:
-    package = Path(preflight.__file__).parents[1]
-    found = [path for path in package.rglob("*.py") if re.search(pattern, path.read_text())]
-    return {str(path.relative_to(package)) for path in found}
-
-
 def test_a_pod_s_variables_are_answered_by_every_command_that_joins_a_group(monkeypatch: pytest.MonkeyPatch):
-    """All join in one place; DeepSpeed would ask for mpi4py there."""
-    assert _files_with(r"init_process_group\(|deepspeed\.init_distributed\(") == {"engine/process.py"}
+    """DeepSpeed would ask for mpi4py there."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # an earlier test may have joined one
-    for variables, says in (
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is '0' without LOCAL_RANK: start the ranks with deepspeed"),
-        ({"RANK": None, "WORLD_SIZE": "4"}, "WORLD_SIZE is '4', and RANK is not set"),
-    ):
-        for name, value in (_RANK | {"LOCAL_RANK": None} | variables).items():
-            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-        with pytest.raises(ConfigError, match=says):
-            init_distributed()
+    for name, value in _RANK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match="RANK is '1' without LOCAL_RANK: start the ranks with deepspeed"):
+        init_distributed()
 
 
 def test_a_user_without_a_home_and_a_name_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def unknown(number: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
-    assert _files_with(r"Path\.home\(\)|getuser\(") == {"basics/files.py"}
     for name in ("HOME", "XDG_CACHE_HOME", "DINO_DS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
@@ -139,11 +129,58 @@ sys.exit(process.exitcode)
 
 
 def test_loader_processes_start_with_a_tmpdir_of_any_length(tmp_path: Path):
-    """Their sockets have names of 107 bytes at most. Every process that is not torch's own is started this way."""
-    assert _files_with(r"\(\"forkserver\"") == _files_with(r"    shorten_socket_names\(\)")
+    """Their sockets have names of 107 bytes at most."""
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
     assert not _python("-c", LONG, REPOSITORY, cwd=tmp_path, TMPDIR=str(folder)).stderr
+
+
+@pytest.mark.parametrize(("limit", "room"), [(str(2**28), (0.25, 0.125)), ("max", None)])
+def test_a_container_has_what_its_limit_leaves(limit, room, monkeypatch, tmp_path):
+    """Cached files of its own are free."""
+    for name, text in {
+        "memory.max": limit,
+        "memory.current": 2**27 + 2**20,
+        "memory.stat": f"anon 5\ninactive_file {2**19}\nactive_file {2**19}",
+    }.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    places = [(str(folder), *names) for folder, (_, *names) in zip((tmp_path, "/x"), machine._CONTAINERS, strict=True)]
+    monkeypatch.setattr(machine, "_CONTAINERS", places)
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert machine.host_memory_gib() == (room or (memory.total / 2**30, memory.available / 2**30))
+
+
+def test_the_memory_of_children_counts():
+    """What a child process holds is part of the resident memory, and no longer once it has ended."""
+    take = "import sys; held = bytearray(64 << 20); print(flush=True); sys.stdin.read()"
+    before = machine.resident_gib()
+    child = subprocess.Popen([sys.executable, "-c", take], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    during = machine.resident_gib()
+    child.communicate()
+    assert during > before + 60 / 1024
+    assert machine.resident_gib() < during - 60 / 1024
+
+
+@pytest.mark.parametrize("has_lists", [True, False])
+def test_own_processes_are_all_that_this_one_has_started(has_lists, monkeypatch):
+    """By any of its threads, and what these have started in turn; also where the kernel has no lists of children."""
+    if not has_lists:
+        monkeypatch.setattr(machine.os.path, "exists", lambda path: False)
+    started = []
+    command = ["sh", "-c", "sleep 60 & echo; wait"]
+    thread = threading.Thread(target=lambda: started.append(subprocess.Popen(command, stdout=subprocess.PIPE)))
+    thread.start()
+    thread.join()
+    started[0].stdout.readline()
+    try:
+        family = psutil.Process().children(recursive=True)
+        assert len(family) >= 2 and set(machine.own_processes()) == {psutil.Process(), *family}
+    finally:
+        for process in psutil.Process(started[0].pid).children():
+            process.kill()
+        started[0].wait()
 
 
 REPOSITORY = Path(__file__).parents[2]

@@ -20,14 +20,12 @@ from dino_ds.options.commands import COMMANDS, find_command, help_text
 from dino_ds.options.definition import Json, Model, Result, command
 
 
-def count_toys(options: Any) -> Result:
-    return Result({"rounds": options.rounds}, str(options), ["one is broken"])
-
-
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> type:
-    monkeypatch.setitem(COMMANDS, "toy", COMMANDS["train"])  # removed again afterwards
+    def count_toys(options: Any) -> Result:
+        return Result({"rounds": options.rounds}, str(options), ["one is broken"])
 
+    monkeypatch.setitem(COMMANDS, "toy", COMMANDS["train"])  # removed again afterwards
     monkeypatch.setattr(cli, "function_of", lambda name: count_toys)
 
     @command("toy", "look", loads_torch=False)
