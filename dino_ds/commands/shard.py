@@ -33,7 +33,6 @@ from dino_ds.options.definition import Result
 _CHECKSUMS, _BAD = "checksums.sha256", "unreadable.txt"
 """Files beside the shards: a line for each finished shard, and for each unreadable image."""
 _MAX_PIXELS = 178956970  # Pillow's own limit, not the recipe's: shrinking is a way to bring images below the recipe's
-_QUALITY = 90
 _MOST_PARTS = 64  # most parts of a path in a shard: not every file system takes deeper folders
 _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
@@ -47,9 +46,10 @@ def run(options: ShardOptions) -> Result:
     images = build_source("folder", options.root, "train", False)
     assert isinstance(images, EncodedImages)  # all forms of data.root are
     folder = Path(os.path.expanduser(options.out))
-    plan = {"shard_size": options.shard_size, "shrink": options.shrink, **facts_of_images(images)}
     try:
-        _begin_or_continue(folder, json.dumps(plan, indent=1))
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = {"shard_size": options.shard_size, "shrink": options.shrink, **facts_of_images(images)}
+        _begin_or_continue(folder / "shards.json", json.dumps(plan, indent=1))
         shards = _Shards(folder, images, options.shrink, options.shard_size)
         _write_missing(shards, options.workers)
         bad = [*dict.fromkeys(_lines(folder / _BAD))]
@@ -73,20 +73,15 @@ def run(options: ShardOptions) -> Result:
     return Result(facts, "\n".join(lines))
 
 
-def _begin_or_continue(folder: Path, plan: str) -> None:
+def _begin_or_continue(path: Path, plan: str) -> None:
     """Write a description of the shards into a new folder, or compare it with theirs. Raises ConfigError for others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "shards.json"
-    if path.is_file():
-        if path.read_text() != plan:
-            raise ConfigError(
-                f"{folder} holds other shards, of other images, --shard_size or --shrink than now: give another --out, "
-                "or remove it"
-            )
-    elif any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: give --out a new folder")
-    else:
+    if not path.is_file() and any(path.parent.iterdir()):
+        raise ConfigError(f"{path.parent} is not empty: give --out a new folder")
+    if not path.is_file():
         replace_file(path, plan)
+    elif path.read_text() != plan:
+        others = f"{path.parent} holds other shards, of other images, --shard_size or --shrink than now"
+        raise ConfigError(f"{others}: give another --out, or remove it")
 
 
 class _Shards(Dataset[tuple[str, list[str], str]]):
@@ -227,5 +222,5 @@ def _shrunk(data: bytes, side: int, name: str) -> bytes | None:
     factor = side / min(upright.size)
     size = (max(side, round(upright.width * factor)), max(side, round(upright.height * factor)))
     stream = io.BytesIO()
-    upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=_QUALITY)
+    upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=90)
     return stream.getvalue()

@@ -17,12 +17,11 @@ from PIL import Image
 from dino_ds.basics.files import is_url, opened
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import UnreadableImage, find_placeholder, in_channels
-from dino_ds.data.listing import Contents, Labels, Listing, find_listing, printable
+from dino_ds.data.listing import Contents, Labels, Listing, Texts, find_listing, printable
 from dino_ds.data.remote import FilePiece, Remote
 from dino_ds.errors import DataError, one_line
 
-MAX_BYTES = 1 << 30
-"""Size of the largest file that is read as an image."""
+MAX_BYTES = 1 << 30  # size of the largest file that is read as an image
 _SPREAD = 0x9E3779B97F4A7C15  # odd factor that keeps inode numbers of several devices apart
 
 
@@ -141,7 +140,6 @@ class ListedImages(EncodedImages):
     labels: Labels | None
     classes: list[str] | None
     _names: Sequence[str]
-    _opened: tuple[str, ...] = ("_names", "labels", "classes")  # attributes that `_open` sets from the listing
 
     def __init__(
         self, kind: str, key: str, build: Callable[[], Contents], is_current: Callable[[Listing], bool] = lambda _: True
@@ -165,10 +163,12 @@ class ListedImages(EncodedImages):
         return self._names[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in self._opened}
+        opened = (np.ndarray, Texts, Labels)  # from the listing, which `_open` reads again
+        return {n: value for n, value in vars(self).items() if n != "classes" and not isinstance(value, opened)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._open(state["_listing"])
+        if "_listing" in state:
+            self._open(state["_listing"])
         vars(self).update(state)
 
 
@@ -240,13 +240,10 @@ class ListedFiles(ListedImages):
 class NamedFiles(ListedFiles):
     """Image files by path, without labels; a path is first checked when it is read."""
 
-    labels, classes, _folder, _opened = None, None, "", ()
+    labels, classes, _folder = None, None, ""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._names, self.elsewhere = list(paths), any(map(is_url, paths))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 @functools.lru_cache(1 << 18)  # a list may name images of many folders in any order

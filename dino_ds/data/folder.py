@@ -41,8 +41,6 @@ class ImageFolder(ListedFiles):
     all folders are unchanged. Raises DataError if there are no images.
     """
 
-    _opened = (*ListedFiles._opened, "_keys")
-
     def __init__(self, root: str) -> None:
         folder = Path(os.path.expanduser(root))
         if not os.path.isdir(folder):
@@ -80,11 +78,9 @@ class ListFile(ListedFiles):
             raise DataError(f"{printable(listed)} lists no images: {(*self.notes, 'it has no path in a line')[0]}")
         some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
         if not any(is_url(path) or os.path.lexists(path) for path in some):
-            raise DataError(
-                f"none of {len(some)} lines looked at in {printable(listed)} is a file, such as "
-                f"{printable(some[0])}; a line is a path, absolute or relative to the list's folder, and a class only "
-                "after a tab"
-            )
+            problem = f"none of {len(some)} lines looked at in {printable(listed)} is a file"
+            remedy = "a line is a path, absolute or relative to the list's folder, and a class only after a tab"
+            raise DataError(f"{problem}, such as {printable(some[0])}; {remedy}")
 
     def listed_place(self, index: int) -> str:
         """Canonical path of a file: relative to the list's folder if it lies there, else with all links resolved."""
@@ -102,18 +98,15 @@ class ListFile(ListedFiles):
 @dataclass(frozen=True)
 class _Folder:
     path: bytes
-    time: int
-    """Its modification time; -1 = it would not show later changes."""
+    time: int  # its modification time; -1 = it would not show later changes
     identity: tuple[int, int]
-    images: bytes
-    """Names of images, with NULs between."""
+    images: bytes  # names of images, with NULs between
     keys: array[int]
     """`file_key` of each image, without the part of the root's device: that may have another number tomorrow."""
     folders: list[bytes]
     linked: list[bytes]
     files: int
-    others: list[bytes]
-    """Paths of files that may be images in formats that are not read."""
+    others: list[bytes]  # paths of files that may be images in formats that are not read
 
 
 def _build(root: Path) -> Contents:
@@ -200,9 +193,8 @@ def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
                     elif is_left_out(entry.name):
                         others.append(prefix + entry.name)
     except OSError as error:
-        raise DataError(
-            f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}; fix its permissions or link"
-        ) from None
+        problem = f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}"
+        raise DataError(f"{problem}; fix its permissions or link") from None
     time = state.st_mtime_ns if state.st_mtime_ns > 0 else -1
     identity = (state.st_dev, state.st_ino)
     return _Folder(path, time, identity, b"\0".join(images), keys, sorted(folders), sorted(linked), files, others)

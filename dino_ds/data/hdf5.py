@@ -16,9 +16,7 @@ from dino_ds.data.listing import Labels, note_unnamed, printable
 from dino_ds.errors import ConfigError, DataError
 
 _OPEN_FILES = 32  # largest number of files that a process keeps open
-_CACHE = 16 << 20  # bytes of decompressed chunks that a process keeps for each dataset
 _MOST_NAMES = 10_000  # largest number of names in a file that are searched for a fitting dataset
-_MOST_ROWS = 10**9
 _DEFLATE = 1  # number of the filter that h5py calls gzip
 _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
@@ -79,7 +77,7 @@ def import_h5py() -> Any:
 
 
 def _open(file: str) -> Any:
-    return import_h5py().File(file, "r", locking="best-effort", rdcc_nbytes=_CACHE)
+    return import_h5py().File(file, "r", locking="best-effort", rdcc_nbytes=16 << 20)
 
 
 @lru_cache(maxsize=_OPEN_FILES)
@@ -93,20 +91,17 @@ def _dataset(process: int, file: str, state: tuple[int, ...] | None, name: str) 
 
 def _named(opened: Any, name: str) -> Any:
     """The dataset called `name`, found by hard links alone: other links may lead to any file. Raises DataError."""
-    h5py, node = import_h5py(), opened
+    h5py, node, file = import_h5py(), opened, printable(opened.filename)
+    place = printable(f"{opened.filename}:{name}")
     for part in filter(None, name.split("/")):
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
-            raise DataError(
-                f"{printable(opened.filename)} has no dataset {printable(name)}{_datasets_in_words(opened)}"
-            )
+            raise DataError(f"{file} has no dataset {printable(name)}{_datasets_in_words(opened)}")
         if not isinstance(link, h5py.HardLink):
-            raise DataError(
-                f"{printable(f'{opened.filename}:{name}')} is a link, which is not followed: name its target"
-            )
+            raise DataError(f"{place} is a link, which is not followed: name its target")
         node = node[part]
     if not isinstance(node, h5py.Dataset):
-        raise DataError(f"{printable(f'{opened.filename}:{name}')} is no dataset{_datasets_in_words(opened)}")
+        raise DataError(f"{place} is no dataset{_datasets_in_words(opened)}")
     return node
 
 
@@ -116,9 +111,8 @@ def _only(opened: Any) -> Any:
     if len(fitting) == 1:
         return fitting[0]
     count = f"{len(fitting)} datasets that fit" if fitting else f"no dataset of images ({_FITTING})"
-    raise DataError(
-        f"{printable(opened.filename)} has {count}{_datasets_in_words(opened)}: name one, as file.h5:/images"
-    )
+    words = f"{count}{_datasets_in_words(opened)}"
+    raise DataError(f"{printable(opened.filename)} has {words}: name one, as file.h5:/images")
 
 
 def _datasets_in_words(opened: Any) -> str:
@@ -143,7 +137,7 @@ def _problem(dataset: Any) -> str:
     if dataset.is_virtual or dataset.external:
         return "takes its values from other files, which are not read"
     shape, kind = dataset.shape or (), dataset.dtype
-    if not shape or not 0 < shape[0] <= _MOST_ROWS:
+    if not shape or not 0 < shape[0] <= 10**9:
         return f"has the shape {shape}"
     if dataset.chunks and int(np.prod(dataset.chunks, dtype=object)) * kind.itemsize > MAX_BYTES:
         return f"has chunks {dataset.chunks} of more than {MAX_BYTES >> 20} MiB, and an image costs a whole one"
@@ -151,14 +145,16 @@ def _problem(dataset: Any) -> str:
         is_bytes = kind.kind == "V" and kind.names is None and kind.subdtype is None and 0 < kind.itemsize <= MAX_BYTES
         if not is_bytes and import_h5py().check_vlen_dtype(kind) != np.uint8:
             return f"has values of type {kind}"
-        return _why_not_stored(dataset)
-    if kind.kind not in "uif" or kind.itemsize > 8:
+    elif kind.kind not in "uif" or kind.itemsize > 8:
         return f"has values of type {kind}"
-    if len(shape) not in (3, 4) or min(shape) < 1 or (len(shape) == 3 and shape[2] <= 4) or max(shape[1:]) < 2:
+    elif len(shape) not in (3, 4) or min(shape) < 1 or (len(shape) == 3 and shape[2] <= 4) or max(shape[1:]) < 2:
         return f"has the shape {shape}"  # (h, w, 3) is one image, not h of them
-    if int(np.prod(shape[1:], dtype=object)) * kind.itemsize > MAX_BYTES:
+    elif int(np.prod(shape[1:], dtype=object)) * kind.itemsize > MAX_BYTES:
         return f"has images of more than {MAX_BYTES >> 20} MiB"
-    return _why_not_stored(dataset)
+    if not dataset.id.get_storage_size():
+        return "has no values: none were written"
+    there = os.stat(dataset.file.filename).st_size  # an image takes at least a byte
+    return f"has {shape[0]} images in a file of {there} bytes" if shape[0] > there else ""
 
 
 def _read_rows(dataset: Any, first: int, end: int) -> Any:
@@ -182,14 +178,6 @@ def _check_chunk(dataset: Any, corner: tuple[int, ...], number: int) -> None:
         left_out, data = dataset.id.read_direct_chunk(corner)
         if not left_out >> number & 1 and len(zlib.decompressobj().decompress(data, most + 1)) > most:
             raise ValueError(f"a chunk of {most} bytes inflates to more")
-
-
-def _why_not_stored(dataset: Any) -> str:
-    """Reason why a dataset can't have the claimed number of images, at least a byte each; "" if it can."""
-    if not dataset.id.get_storage_size():
-        return "has no values: none were written"
-    there = os.stat(dataset.file.filename).st_size
-    return f"has {len(dataset)} images in a file of {there} bytes" if len(dataset) > there else ""
 
 
 def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray:

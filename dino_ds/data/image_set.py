@@ -31,16 +31,12 @@ class ImageSet:
     """
 
     count: int
-    names: str
-    """Hash of all names in their order."""
-    sample: dict[int, int]
-    """File size by hash of the name."""
+    names: str  # hash of all names in their order
+    sample: dict[int, int]  # file size by hash of the name
     contents: dict[int, int] = field(default_factory=dict)
     """Hash of the file by hash of the name; empty for a source without `read`."""
-    parts: dict[str, ImageSet] = field(default_factory=dict)
-    """Descriptions of the sources of a mixture, by path."""
-    groups: str = ""
-    """Hash of the class or cluster of each image, if these are balanced."""
+    parts: dict[str, ImageSet] = field(default_factory=dict)  # descriptions of the sources of a mixture, by path
+    groups: str = ""  # hash of the class or cluster of each image, if these are balanced
 
     @staticmethod
     def of(source: Source, root: str | None) -> ImageSet:
@@ -75,9 +71,8 @@ class ImageSet:
             count, groups = int(saved["count"]), str(saved.get("groups", ""))
             return ImageSet(count, str(saved["names"]), sample, contents, parts, groups)
         except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
-            raise DataError(
-                f"a description of images can't be used ({error!r}): make what it describes again"
-            ) from None
+            problem = f"a description of images can't be used ({error!r})"
+            raise DataError(f"{problem}: make what it describes again") from None
 
     def changes(self, now: ImageSet) -> str:
         """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none. Those

@@ -81,13 +81,10 @@ class Sample:
     """Values of sampled images. measures: whether all are decoded, else those whose values tell what they are."""
 
     measures: bool = False
-    images: int = 0
-    """Number of images that could be read."""
+    images: int = 0  # number of images that could be read
     channels: Counter[int] = field(default_factory=Counter)
-    values: list[ImageValues] = field(default_factory=list)
-    """The values of the images whose pixels were decoded."""
-    problem: str = ""
-    """Name of the first unreadable image, and the reason."""
+    values: list[ImageValues] = field(default_factory=list)  # the values of the images whose pixels were decoded
+    problem: str = ""  # name of the first unreadable image, and the reason
     stacks: list[str] = field(default_factory=list)  # names of images whose three pages are taken for colors
 
     def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:

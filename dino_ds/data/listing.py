@@ -31,11 +31,7 @@ from dino_ds.errors import DataError
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
-LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
-"""Names of a column or key with classes."""
-_KEPT = 3
-_KEPT_SECONDS = 7 * 24 * 3600
-"""The newest three files of a list are kept, and those opened within a week: jobs may still start workers with them."""
+LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")  # names of a column or key with classes
 
 
 def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
@@ -60,9 +56,10 @@ def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], bui
                 path = find_folder() / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors"
                 with replacing(path) as part:
                     save_file(arrays, part, {"format": str(FORMAT), **about})
-                for old in _newest_first(path.parent, stem)[_KEPT:]:
+                # Three are kept, and those opened within a week: jobs may still start workers with them.
+                for old in _newest_first(path.parent, stem)[3:]:
                     with suppress(OSError):
-                        if old.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                        if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
                             old.unlink()
                 return Listing(path)
             except Exception as error:  # safetensors has its own error for a full disk

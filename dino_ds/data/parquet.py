@@ -19,7 +19,6 @@ from dino_ds.data.listing import LABEL_NAMES, Labels, join_classes, note_unnamed
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError
 
-_IMAGE_NAMES = ("image", "img", "jpg", "png")
 _OPEN_FILES = 32  # most files that a process keeps open, with their footers
 _MOST_BYTES = 1 << 30  # most bytes of a row group's column: each loader process reads an image with its whole group
 _MOST_AHEAD = 256 << 20  # most bytes of row groups that are fetched before they are read
@@ -86,10 +85,8 @@ class ParquetImages(RowImages):
         if not ends[-1]:
             raise DataError(f"no rows in {printable(self._files[0])}; fix data.root")
         if not has_bytes:
-            raise DataError(
-                f"{printable(self._files[0])} has no bytes in its column {self._column}: write the paths that it "
-                "has into a .txt list, one a line, and give that as data.root"
-            )
+            remedy = "write the paths that it has into a .txt list, one a line, and give that as data.root"
+            raise DataError(f"{printable(self._files[0])} has no bytes in its column {self._column}: {remedy}")
         self._ends, self._groups, self._parts = np.array(ends), np.array(groups, np.int64), [""] * len(files)
         classes = _merge_class_names(labels, names, self._files)
         if label is None:
@@ -201,16 +198,15 @@ def _image_column(schema: Any, file: str) -> str:
         return types.is_binary(kind) or types.is_large_binary(kind)
 
     fitting = [field.name for field in schema if holds_images(field.type)]
-    named = [name for name in _IMAGE_NAMES if name in fitting]
+    named = [name for name in ("image", "img", "jpg", "png") if name in fitting]
     if named or len(fitting) == 1:
         return (named or fitting)[0]
     texts = "" if fitting else "; paths in a column of texts write into a .txt list, one a line"
     several = f"several columns of bytes ({', '.join(fitting)}), none called image"
     problem = several if fitting else "no column of image files"
-    columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
-    raise DataError(
-        f"{printable(file)} has {problem}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}{texts}"
-    )
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema)[:300]
+    wanted = f"wanted is bytes or struct<bytes, path>, and it has {columns}{texts}"
+    raise DataError(f"{printable(file)} has {problem}; {wanted}")
 
 
 def _label_column(schema: Any, notes: list[str]) -> str | None:

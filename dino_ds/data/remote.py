@@ -16,7 +16,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -33,34 +33,26 @@ _OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
 """Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
 are listed, which takes many answers."""
 _GAP, _MOST_TOGETHER = 4096, 8 << 20  # most bytes between two pieces of one request, and of such a request
-_ASKED = 8  # files of a folder that are asked for one by one; more are listed
-_WINDOW, _MOST_AT_ONCE = 4 << 20, 1 << 30
-"""Bytes of a request where a file is read from end to end, and most that a library may ask for at once."""
+_MOST_AT_ONCE = 1 << 30  # most bytes that a library may ask for at once
 
 
 def find_files(pattern: str) -> dict[str, list[int]]:
     """Addresses that a pattern with * stands for, sorted, each with its size and tag. Raises DataError."""
     folder, name = os.path.split(pattern)
-    if not glob.has_magic(folder) and "**" not in name:
-        return list_folder(folder, name)
+    if glob.has_magic(folder) or "**" in name:
+        return list_folder(re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0], pattern=pattern)
+    return list_folder(folder, name)
+
+
+def list_folder(url: str, name: str = "*", pattern: str | None = None) -> dict[str, list[int]]:
+    """Addresses right in a folder whose names fit, or in any that fit the whole pattern, as `find_files` gives them."""
 
     async def find() -> list[dict[str, Any]]:
-        return [*(await call(pattern, "glob", detail=True)).values()]
+        if pattern is not None:
+            return [*(await call(pattern, "glob", detail=True)).values()]
+        listed = await call(f"{url}/", "ls", detail=True)
+        return [file for file in listed if fnmatch.fnmatchcase(os.path.basename(file["name"]), name)]
 
-    return _list(re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0], find)
-
-
-def list_folder(folder: str, pattern: str = "*") -> dict[str, list[int]]:
-    """Addresses right in a folder whose names fit the pattern, sorted, each with its size and tag. Raises DataError."""
-
-    async def find() -> list[dict[str, Any]]:
-        listed = await call(f"{folder}/", "ls", detail=True)
-        return [file for file in listed if fnmatch.fnmatchcase(os.path.basename(file["name"]), pattern)]
-
-    return _list(folder, find)
-
-
-def _list(url: str, find: Callable[[], Awaitable[list[dict[str, Any]]]]) -> dict[str, list[int]]:
     async def reach() -> None:
         try:
             await call(url, "info")
@@ -74,7 +66,7 @@ def _list(url: str, find: Callable[[], Awaitable[list[dict[str, Any]]]]) -> dict
     with suppress(FileNotFoundError):
         files = begin(retried(url, find, _OPEN_SECONDS, _LIST_SECONDS)).result()
     named = {file["name"] if is_url(file["name"]) else f"{scheme}://{file['name']}": file for file in files}
-    return {name: state_of(facts) for name, facts in sorted(named.items()) if facts["type"] != "directory"}
+    return {address: state_of(facts) for address, facts in sorted(named.items()) if facts["type"] != "directory"}
 
 
 def is_there(url: str) -> bool:
@@ -85,18 +77,18 @@ def is_there(url: str) -> bool:
 
 
 def known_states(urls: Sequence[str]) -> dict[str, list[int]]:
-    """Size and tag of those files that are there; those of a bucket's folder come by listing it. Raises DataError."""
+    """Size and tag of those files that are there; more than 8 in a bucket's folder are found by listing it. Raises
+    DataError."""
     folders = Counter(map(os.path.dirname, urls))
-    listed = {folder for folder, count in folders.items() if count > _ASKED and not folder.startswith("http")}
+    listed = {folder for folder, count in folders.items() if count > 8 and not folder.startswith("http")}
     known = {url: state for folder in listed for url, state in list_folder(folder).items()}
 
     async def find(url: str) -> None:
-        try:
-            known[url] = (await retried(url, lambda: get(url, 0, 1), _OPEN_SECONDS))[1]
-        except NothingThere:
-            known[url] = state_of({"size": 0})
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError):
+            try:
+                known[url] = (await retried(url, lambda: get(url, 0, 1), _OPEN_SECONDS))[1]
+            except NothingThere:
+                known[url] = state_of({"size": 0})
 
     async def find_all() -> None:
         await asyncio.gather(*(find(url) for url in urls if os.path.dirname(url) not in listed))
@@ -180,7 +172,7 @@ class Remote:
             else:
                 groups.append([piece])
         for group in groups:
-            self._ahead |= dict.fromkeys(group, self._begin(group))
+            self._ahead |= dict.fromkeys(group, begin(_fetch(group, self._cache, self._seconds)))
 
     def read(self, piece: FilePiece) -> bytes:
         """The bytes of a piece, or of a part of one that was prepared. Raises DataError with its place, or
@@ -190,13 +182,10 @@ class Remote:
             return self._ahead[whole].result()[whole][skipped:][: piece.length]
         if kept := self._kept(piece):
             return kept
-        return self._begin([piece]).result()[piece]
+        return begin(_fetch([piece], self._cache, self._seconds)).result()[piece]
 
     def _kept(self, piece: FilePiece) -> bytes | None:
         return self._cache.get(piece) if self._cache and piece.tag else None
-
-    def _begin(self, group: list[FilePiece]) -> Future[dict[FilePiece, bytes]]:
-        return begin(_fetch(group, self._cache, self._seconds))
 
 
 async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: float) -> dict[FilePiece, bytes]:
@@ -216,7 +205,7 @@ async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: flo
     raise DataError(f"{printable(url)} is gone or is another file than {listed}, or start anew")
 
 
-def open_remote(remote: Remote, url: str, state: Sequence[int], window: int = _WINDOW) -> Any:
+def open_remote(remote: Remote, url: str, state: Sequence[int], window: int = 4 << 20) -> Any:
     """A remote file for libraries that read files; at least `window` bytes are fetched at a time."""
     file = _RemoteFile(remote, url, state)
     return io.BufferedReader(file, window) if window else file
@@ -236,11 +225,11 @@ class _RemoteFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        size, tag = self._state
-        length = max(0, min(len(buffer), size - self._place))
+        length = max(0, min(len(buffer), self._state[0] - self._place))
         if length > _MOST_AT_ONCE:
             raise OSError(f"{length} bytes at once, {_MOST_AT_ONCE} are allowed")
         if length:
+            size, tag = self._state
             buffer[:length] = self._remote.read(FilePiece(self._url, size, tag, self._place, length))
         self._place += length
         return length
@@ -266,15 +255,13 @@ class RemoteCache:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             with open(self._counter, "a+b") as counter:
                 fcntl.flock(counter, fcntl.LOCK_EX)
-                entries = [
-                    entry for entry in os.scandir(self.folder) if entry.name.endswith(".part") and entry.is_file()
-                ]
-                used = {entry: 512 * entry.stat().st_blocks for entry in entries}
-                total, ahead = sum(used.values()), needed - sum(used[entry] for entry in entries if entry.name in ours)
-                for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
-                    if entry.name not in ours and total + max(ahead, 0) > self.size:
-                        os.unlink(entry)
-                        total -= used[entry]
+                parts = [part for part in os.scandir(self.folder) if part.name.endswith(".part") and part.is_file()]
+                used = {part: 512 * part.stat().st_blocks for part in parts}
+                total, ahead = sum(used.values()), needed - sum(used[part] for part in parts if part.name in ours)
+                for part in sorted(parts, key=lambda part: part.stat().st_mtime_ns):
+                    if part.name not in ours and total + max(ahead, 0) > self.size:
+                        os.unlink(part)
+                        total -= used[part]
                 counter.truncate(0)
                 counter.write(total.to_bytes(8, "little"))
         except OSError as error:

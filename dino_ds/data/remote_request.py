@@ -20,7 +20,6 @@ _DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub",
 """The package with which fsspec reads addresses of a scheme."""
 _REQUESTS, _REQUEST_SECONDS = 32, 60.0
 """Requests that a process has under way at most, and the longest wait for one answer."""
-_FIRST_WAIT, _LONGEST_WAIT = 0.2, 15.0
 _MOST_OF_A_FILE, _MOST_OF_A_PAGE, _AT_ONCE = 1 << 30, 64 << 20, 1 << 20
 """Most bytes of a whole file, and of the page of a listing or an error; bytes that are read before they are counted."""
 _TAGS = ("ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "updated", "mtime")
@@ -71,9 +70,8 @@ async def get(url: str, begin: int = 0, end: int | None = None) -> tuple[bytes, 
         content_range = f"bytes {begin}-0/{facts['size']}"
     said = _PLACE.fullmatch(content_range)
     if part and (said is None or int(said[1]) != begin):
-        raise Refusal(
-            f"its server doesn't say which bytes it sends (Content-Range: {content_range or 'none'}): copy its files"
-        )
+        problem = f"its server doesn't say which bytes it sends (Content-Range: {content_range or 'none'})"
+        raise Refusal(f"{problem}: copy its files")
     size = int(said[2]) if part and said else len(data)
     if len(data) != min(size, end or size) - begin:
         raise OSError("fewer bytes came than were promised")
@@ -114,7 +112,7 @@ async def retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, m
             raise
         except Exception as error:  # each driver has its own family of errors
             status, after, reason = understand(error)
-            wait = max(after, random.uniform(0.5, 1) * min(_LONGEST_WAIT, _FIRST_WAIT * 2**tries))
+            wait = max(after, random.uniform(0.5, 1) * min(15, 0.2 * 2**tries))
             used = time.monotonic() - begin
             if status in (404, 410, 416):
                 raise (NothingThere if status == 416 else FileNotFoundError)(2, "not there", printable(url)) from None

@@ -30,8 +30,7 @@ from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_BRACES = 1_000_000, 50
-ENDINGS = (".txt", *ARCHIVES)
-"""Endings of lists and archives."""
+ENDINGS = (".txt", *ARCHIVES)  # endings of lists and archives
 _SOURCES: dict[str, Any] = {".tar": TarShards, ".parquet": ParquetImages, **dict.fromkeys(HDF5, Hdf5Images)}
 """The source of several files by their ending: it takes the files, and perhaps a part of them."""
 TRAIN_FOLDERS, TEST_FOLDERS = (
@@ -118,26 +117,22 @@ def check_root(root: str, key: str = "data.root") -> None:
     if root.startswith("pipe:"):
         raise DataError(f"{key} {root} is not a local path: mount or copy it, then give {IMAGE_FORMS}")
     if root in SOURCES:
-        raise DataError(
-            f"{key} {root} does not exist; the data set: --data.source {root} --data.root DIR --data.download true"
-        )
+        remedy = f"the data set: --data.source {root} --data.root DIR --data.download true"
+        raise DataError(f"{key} {root} does not exist; {remedy}")
     if not re.search(r"[*?\[{]", path):
         missing = describe_missing(Path(path))
         raise DataError(missing if key == "data.root" else f"{key}: {missing}")
     if "{" not in path and next(glob.iglob(path, recursive=True), None) is None:
         folder = re.split(r"[^/]*[*?\[]", path)[0] or "."
-        raise DataError(
-            f"no file matches {key} {root}: a pattern names files that list or hold images; for images "
-            f"give their folder, {folder}"
-        )
+        remedy = f"a pattern names files that list or hold images; for images give their folder, {folder}"
+        raise DataError(f"no file matches {key} {root}: {remedy}")
 
 
 def check_split(root: str) -> None:
     """Raises ConfigError for a folder with a training and a test part, which would be trained on together."""
     folder = Path(os.path.expanduser(root))
     train = next((folder / name for name in TRAIN_FOLDERS if (folder / name).is_dir()), None)
-    tests = train and test_folder(train)
-    if train and tests:
+    if train and (tests := test_folder(train)):
         raise ConfigError(
             f"{root} holds {train.name}/ and {tests.name}/: name the images to train on, {train} (for train, labeled "
             f"test images: --eval.root {tests}); for all of them a .txt list of their paths"
@@ -146,9 +141,8 @@ def check_split(root: str) -> None:
 
 def test_folder(train: Path) -> Path | None:
     """Folder of test images beside a folder of training images, or None."""
-    if train.name not in TRAIN_FOLDERS:
-        return None
-    return next((path for name in TEST_FOLDERS if (path := train.with_name(name)).is_dir()), None)
+    names = TEST_FOLDERS if train.name in TRAIN_FOLDERS else ()
+    return next((path for name in names if (path := train.with_name(name)).is_dir()), None)
 
 
 def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> Recipe:
@@ -166,10 +160,8 @@ def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> 
         kept = [name for name in settings.evals if name in _WITHOUT_LABELS]
         if left_out := [name for name in settings.evals if name not in kept]:
             changes["eval.evals"] = ",".join(kept) or "auto"
-            notes.append(
-                f"the recipe's eval.evals {', '.join(left_out)} are left out: they need labeled test images "
-                "(--eval.root FOLDER)"
-            )
+            note = f"the recipe's eval.evals {', '.join(left_out)} are left out"
+            notes.append(f"{note}: they need labeled test images (--eval.root FOLDER)")
     return change_recipe(recipe, changes) if changes else recipe
 
 
@@ -202,9 +194,8 @@ def expand(pattern: str) -> list[str]:
         there = is_there if is_url(path) else os.path.lexists
         matches = list(find(path)) if glob.has_magic(path) and not there(path) else [path]
         if not matches or not (is_url(path) or os.path.isfile(matches[0])):
-            raise DataError(
-                f"data.root {pattern}: its file {printable(path)} is not there: fix the pattern or fetch it"
-            )
+            missing = f"its file {printable(path)} is not there"
+            raise DataError(f"data.root {pattern}: {missing}: fix the pattern or fetch it")
         files.update(dict.fromkeys(matches))
     return list(files)
 

@@ -53,18 +53,14 @@ class Raster:
     """An image file whose header has been read."""
 
     format: str
-    width: int
-    """Pixels of the stored image, before `orientation` is applied; so is `height`."""
+    width: int  # pixels of the stored image, before `orientation` is applied; so is `height`
     height: int
     channels: int
-    deep: bool
-    """Whether values are not uint8."""
+    deep: bool  # whether values are not uint8
     read: Callable[[], np.ndarray]
     """Returns (height, width), or (height, width, channels); raises any Exception for a damaged file."""
-    orientation: int = 1
-    """Value of the EXIF tag."""
-    nodata: str | None = None
-    """Number that marks pixels without a value, as GDAL writes it."""
+    orientation: int = 1  # value of the EXIF tag
+    nodata: str | None = None  # number that marks pixels without a value, as GDAL writes it
     pages: int = 1
     """Pages that are taken as channels, and that the file does not call so: they may be slices of a volume."""
 
@@ -82,12 +78,9 @@ class Raster:
 class Format:
     """A kind of image file and its reader."""
 
-    name: str
-    """Name of the format, which its `Raster.format` repeats."""
-    endings: tuple[str, ...]
-    """Endings of file names, the usual one first."""
-    is_kind_of: Callable[[bytes], bool]
-    """Whether a file is of this kind, by its content."""
+    name: str  # name of the format, which its `Raster.format` repeats
+    endings: tuple[str, ...]  # endings of file names, the usual one first
+    is_kind_of: Callable[[bytes], bool]  # whether a file is of this kind, by its content
     open: Callable[[bytes, int | None], Raster | ImageFile.ImageFile]
     """Reads the header of a file, for a number of channels (None = all); returns Pillow's image if Pillow can read all
     of it. Raises any Exception for a damaged file."""
@@ -97,16 +90,6 @@ def check_type(dtype: np.dtype) -> None:
     """Raises ValueError for a type other than integers and floats of at most 64 bits."""
     if dtype.kind not in "uif" or dtype.itemsize > 8:
         raise ValueError(f"values of type {dtype}: save them as integers or floats")
-
-
-def band_axis(shape: Sequence[int]) -> int:
-    """Axis of the bands: the first or the last of three, if shorter than both others. Raises ValueError if not."""
-    if min(shape) == shape[2] < min(shape[:2]):
-        return 2
-    if min(shape) == shape[0] < min(shape[1:]):
-        return 0
-    text = " x ".join(map(str, shape))
-    raise ValueError(f"{text}: bands must be the first or the last axis, and fewer than the pixels of either side")
 
 
 def bands_last(array: np.ndarray, axis: int | None) -> np.ndarray:
@@ -132,7 +115,12 @@ def _open_npy(data: bytes, wanted: int | None) -> Raster:
     if len(shape) not in (2, 3) or min(shape) < 1:
         several = "; save one file an image" if len(shape) > 3 else ""
         raise ValueError(f"an array of shape {shape}: an image is (h, w), (h, w, c) or (c, h, w){several}")
-    axis = band_axis(shape) if len(shape) == 3 else None
+    axis = None
+    if len(shape) == 3:
+        axis = 2 if min(shape) == shape[2] < min(shape[:2]) else 0
+        if axis == 0 and not min(shape) == shape[0] < min(shape[1:]):
+            wanted_axis = "bands must be the first or the last axis, and fewer than the pixels of either side"
+            raise ValueError(f"{' x '.join(map(str, shape))}: {wanted_axis}")
     height, width = (side for number, side in enumerate(shape) if number != axis)
     channels = 1 if axis is None else shape[axis]
     return Raster("NPY", width, height, channels, array.dtype != np.uint8, lambda: bands_last(array, axis))

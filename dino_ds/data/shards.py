@@ -44,14 +44,9 @@ class TarShards(ListedImages):
     """The images of tar files at paths or addresses, shard after shard, members in the order of the file.
 
     The index is kept in the cache, and used while the shards' sizes and times are unchanged. `notes` names members that
-    can't be read. Raises DataError if there are no images.
-
-    Args:
-        kind: ending of the images to take, such as input.png for KEY.input.png; None for all.
-        cache_gib: disk space for images of remote shards.
+    can't be read. kind: ending of the images to take, such as input.png for KEY.input.png; None for all. cache_gib:
+    disk space for images of remote shards. Raises DataError if there are no images.
     """
-
-    _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size", "_checksum")
 
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])
@@ -209,10 +204,8 @@ def _note_kinds(kinds: Counter[bytes]) -> list[str]:
         return []
     names = sorted(printable(os.fsdecode(kind)) for kind in kinds)
     some = ", ".join(f"{printable(os.fsdecode(kind))} of {count}" for kind, count in sorted(kinds.items()))
-    return [
-        f"several images have the same key ({some}), and all of them are images of the set, masks too: "
-        f"FILE.tar:{names[0]} takes one kind"
-    ]
+    note = f"several images have the same key ({some}), and all of them are images of the set, masks too"
+    return [f"{note}: FILE.tar:{names[0]} takes one kind"]
 
 
 class _Classes:

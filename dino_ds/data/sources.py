@@ -96,10 +96,8 @@ def build_source(
     if source == "photos":
         return PhotoPatches(split)
     if source not in SOURCES:
-        near = did_you_mean(source, SOURCES)
-        raise ConfigError(
-            f"data.source '{source}' is unknown; allowed are {', '.join(SOURCES)}, or a class as module:Class.{near}"
-        )
+        allowed = f"{', '.join(SOURCES)}, or a class as module:Class.{did_you_mean(source, SOURCES)}"
+        raise ConfigError(f"data.source '{source}' is unknown; allowed are {allowed}")
     if root is None:
         content = "holds the images" if source == "folder" else f"keeps {source}"
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {content}")
@@ -125,30 +123,24 @@ def _build_own(path: str, root: str | None) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise DataError(
-            f"{path} can't be built from data.root {root}: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise DataError(f"{path} can't be built from data.root {root}: {reason}") from error
     if images < 1:
         raise DataError(f"{path} has no images with data.root {root}")
     if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ConfigError(
-            f"{path}.name gave {one_line(repr(wrong[0]))}; it must give a text, the image's name in messages"
-        )
+        remedy = "it must give a text, the image's name in messages"
+        raise ConfigError(f"{path}.name gave {one_line(repr(wrong[0]))}; {remedy}")
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
         raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
     labels, most = np.asarray([] if source.labels is None else source.labels), len(source.classes or ()) - 1
     if len(labels) and (labels.dtype.kind not in "iu" or labels.min() < -1 or labels.max() > most):
-        raise ConfigError(
-            f"{path}.labels must be whole numbers, the place of each image's class in {path}.classes (0 to {most}), or "
-            "-1 for none"
-        )
+        wanted = f"the place of each image's class in {path}.classes (0 to {most}), or -1 for none"
+        raise ConfigError(f"{path}.labels must be whole numbers, {wanted}")
     try:
         pickle.dumps(source)
     except Exception as error:
-        raise DataError(
-            f"{path} can't be sent to loader processes ({type(error).__name__}: {one_line(error)}): open files and "
-            "connections in load, not in __init__"
-        ) from error
+        problem = f"{path} can't be sent to loader processes ({type(error).__name__}: {one_line(error)})"
+        raise DataError(f"{problem}: open files and connections in load, not in __init__") from error
     return source
 
 
@@ -174,10 +166,8 @@ def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Par
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
     whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
     of the first that is no link. Raises DataError if a side is empty."""
-    hashes = (
-        hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
-        for i in range(len(source))
-    )
+    names = (name_of(source, i, root) for i in range(len(source)))
+    hashes = (hashlib.blake2b(name, digest_size=8, person=b"held out").digest() for name in names)
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
     keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
     of_file, counts = np.unique(keys, return_inverse=True, return_counts=True)[1:]
@@ -189,10 +179,8 @@ def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Par
     held_out = values < np.uint64(int(share * 2**64))
     parts = Part(source, np.flatnonzero(~held_out)), Part(source, np.flatnonzero(held_out))
     if not all(map(len, parts)):
-        raise DataError(
-            f"eval.val_share {share:g} of {len(source)} images holds {len(parts[1])} out and leaves {len(parts[0])}: "
-            "give another share, or images of their own with eval.val_root"
-        )
+        held = f"eval.val_share {share:g} of {len(source)} images holds {len(parts[1])} out and leaves {len(parts[0])}"
+        raise DataError(f"{held}: give another share, or images of their own with eval.val_root")
     parts[0].others = parts[1]
     held = f"eval.val_share {share:g}: {len(parts[1])} of {len(source)} images are held out, and not trained on"
     parts[0].notes = [*getattr(source, "notes", ()), held]
@@ -202,8 +190,7 @@ def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Par
 class Part:
     """Some images of a source, with all attributes and methods of that source."""
 
-    others: Part
-    """The rest of the images."""
+    others: Part  # the rest of the images
     notes: list[str]
 
     def __init__(self, whole: Source, indices: np.ndarray) -> None:
@@ -307,9 +294,8 @@ def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any
             fcntl.flock(lock, fcntl.LOCK_EX)  # torchvision downloads nothing that another process has fetched meanwhile
             return _build(datasets, dataset, folder, split, download=True)
     except (RuntimeError, OSError) as error:
-        raise DataError(
-            f"download of {dataset} into {folder} failed: {one_line(error)}; fetch it elsewhere and give --data.root"
-        ) from error
+        problem = f"download of {dataset} into {folder} failed: {one_line(error)}"
+        raise DataError(f"{problem}; fetch it elsewhere and give --data.root") from error
 
 
 def _build(datasets: Any, dataset: str, folder: Path, split: str, download: bool) -> list[Any]:

@@ -24,21 +24,13 @@ from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
 from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line
 
-_BLOCK, _MOST_HEADER = 512, 1 << 20
-_ZEROS, _MOST_ZEROS = 1 << 20, 64  # bytes per read, and most reads, when looking for another archive after an end mark
-_MAX_LABEL_BYTES, _MAX_JSON_BYTES = 1000, 1 << 16
-_JSON_LOOKED_AT = 20
-"""JSON members of a shard that are read first; if none of them names a class, the others are not read."""
+_BLOCK = 512
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes of gzip, bzip2, xz and zstd files
 
 
 class Members:
-    """The images of a shard in their order, each with its (offset, size) and its class.
-
-    Args:
-        path: file or address.
-        kind: ending after the key, such as input.png, of the images to list; None for all.
-        state: size and tag of a remote shard.
+    """The images of a shard, a file or an address with its `state` (size and tag), in their order, each with its
+    (offset, size) and its class. kind: ending after the key, such as input.png, of the images to list; None for all.
 
     Attributes:
         end: offset of the mark that ends the last archive; None where there is none.
@@ -113,18 +105,18 @@ class Members:
                 self._repeated.append(name)
             elif self._kind in (None, _ending(name)):
                 self.images[name] = span
-        elif lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
+        elif lower.endswith(b".cls") and member.size <= 1000:
             text = _read_at(file, member.size, member.offset_data).strip()
             self._classes.setdefault(_stem(name), text.replace(b"\0", b"?"))
-        elif lower.endswith(b".json") and member.size <= _MAX_JSON_BYTES:
+        elif lower.endswith(b".json") and member.size <= 1 << 16:
             self._jsons.setdefault(_stem(name), span)
         elif is_left_out(name):
             self.others.append(name)
 
     def _read_jsons(self, file: BinaryIO) -> None:
-        """Read classes from the members KEY.json, if one of the first names a class."""
+        """Read classes from the members KEY.json, if one of the first 20 names a class."""
         for number, (stem, (offset, size)) in enumerate(self._jsons.items()):
-            if number == _JSON_LOOKED_AT and not self._classes:
+            if number == 20 and not self._classes:
                 return
             try:
                 fields = json.loads(_read_at(file, size, offset))
@@ -206,7 +198,7 @@ class _Headers:
         self.tell, self.seek, self._read = file.tell, file.seek, file.read
 
     def read(self, size: int) -> bytes:
-        if size > _MOST_HEADER:
+        if size > 1 << 20:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return self._read(size)
 
@@ -228,9 +220,9 @@ def _stem(name: bytes) -> bytes:
 
 
 def _after_zeros(file: BinaryIO, offset: int) -> int | None:
-    """Offset of the first nonzero block after an end mark, as in archives joined by cat; None without one."""
-    for _ in range(_MOST_ZEROS):
-        part = _read_at(file, _ZEROS, offset)
+    """Offset of the first nonzero block in 64 MiB after an end mark, as in archives joined by cat; None without one."""
+    for _ in range(64):
+        part = _read_at(file, 1 << 20, offset)
         if rest := part.lstrip(b"\0"):
             return offset + (len(part) - len(rest)) // _BLOCK * _BLOCK
         offset += len(part)

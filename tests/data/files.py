@@ -6,6 +6,7 @@ import io
 import struct
 import tarfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,22 @@ def photo(width: int = 60, height: int = 45) -> Image.Image:
     return Image.fromarray((smooth * 0.8 + rng.uniform(0, 50, smooth.shape)).astype(np.uint8))
 
 
-def encoded(image: Image.Image, form: str, **options) -> bytes:
+def written(write: Callable, *values: object, **how: object) -> bytes:
     stream = io.BytesIO()
-    image.save(stream, form, **options)
+    write(stream, *values, **how)
     return stream.getvalue()
+
+
+def encoded(image: Image.Image, form: str, **how: object) -> bytes:
+    return written(image.save, form, **how)
+
+
+def tif(values: np.ndarray, **how: object) -> bytes:
+    return written(tifffile.imwrite, values, **how)
+
+
+def npy(values: np.ndarray) -> bytes:
+    return written(np.save, values)
 
 
 def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
@@ -59,6 +72,14 @@ def read(root):
     return build_source("folder", str(root), "train", False)
 
 
+def put(folder: Path, files: dict[str, bytes | int]) -> Path:
+    """Files by their names; a number stands for its `png`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png(content) if isinstance(content, int) else content)
+    return folder
+
+
 def tar(path: Path, *files: tuple | dict, form: int = tarfile.PAX_FORMAT, mode: str = "w") -> Path:
     """A tar of (name, content), where a number stands for its `png`, or of (name, type, target of the link)."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,18 +94,6 @@ def tar(path: Path, *files: tuple | dict, form: int = tarfile.PAX_FORMAT, mode: 
     return path
 
 
-def npy(values: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, values)
-    return stream.getvalue()
-
-
-def tif(values: np.ndarray, **how: object) -> bytes:
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, values, **how)
-    return stream.getvalue()
-
-
 def png_chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -97,7 +106,6 @@ def png_of(width: int, height: int, bits: int, color: int, rows: bytes) -> bytes
 
 def png16(values: np.ndarray) -> bytes:
     """uint16 (h, w) or (h, w, c): gray, gray and alpha, RGB, RGBA."""
-
     height, width = values.shape[:2]
     color = {1: 0, 2: 4, 3: 2, 4: 6}[values.size // (height * width)]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)

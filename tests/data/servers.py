@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -152,9 +151,3 @@ def serving(folder: Path, port: int = 0) -> Iterator[Served]:
         finally:
             server.shutdown()
             thread.join()
-
-
-if __name__ == "__main__":  # FOLDER PORT: a process that a test may kill
-    with Served(Path(sys.argv[1]), int(sys.argv[2])) as alone:
-        alone.delay = 0.02
-        alone.serve_forever()

@@ -19,7 +19,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import with_own_images
 from dino_ds.errors import DataError
-from tests.data.files import encoded, members, photo, png, read, reds, tar
+from tests.data.files import encoded, members, photo, png, put, read, reds, tar
 
 LONG = "dog/" + "long" * 40 + "/a b.png"
 TREE = {"cat/1.png": 1, "cat/deep/2.v2.png": 2, "cat/é.png": 3, LONG: 4, "dog/3.png": 5}
@@ -29,11 +29,7 @@ CLASSES = [0, 0, 0, 1, 1]
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    for name in (*TREE, *HIDDEN):
-        path = tmp_path / "tree" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png(TREE.get(name, 9)))
-    return tmp_path / "tree"
+    return put(tmp_path / "tree", {name: TREE.get(name, 9) for name in (*TREE, *HIDDEN)})
 
 
 def as_list(tree: Path) -> Path:
@@ -154,9 +150,7 @@ def test_json_without_a_class_gives_no_labels(tmp_path):
 
 def test_other_kinds_are_counted(tmp_path):
     names = [f"x{end}" for end in (".rw2", ".tar.gz", ".zip", ".xyz", "", ".json", ".txt")]
-    (tmp_path / "d").mkdir()
-    for name in names:
-        (tmp_path / "d" / name).write_bytes(b"x")
+    put(tmp_path / "d", dict.fromkeys(names, b"x"))
     said = "5 files that can't be read are left out, such as x: convert images to JPEG, PNG or TIFF, unpack archives"
     with pytest.raises(DataError, match=f"no images under .*; {said}"):
         read(tmp_path / "d")
@@ -189,9 +183,7 @@ OTHERS = {
 
 def test_files_without_an_ending_are_images_by_their_content(tmp_path):
     files = {**WITHOUT_ENDING, **OTHERS, "a.png": WITHOUT_ENDING["PNG"]}
-    (tmp_path / "d").mkdir()
-    for name, data in files.items():
-        (tmp_path / "d" / name).write_bytes(data)
+    put(tmp_path / "d", files)
     os.mkfifo(tmp_path / "d/pipe")  # would wait for a writer
     shard = tar(tmp_path / "s/a.tar", *files.items())
     for root, left_out in ((tmp_path / "d", 5), (shard, 4)):
@@ -205,10 +197,7 @@ def test_files_without_an_ending_are_images_by_their_content(tmp_path):
 @pytest.mark.slow
 def test_every_command_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for i in range(LEAST_IMAGES):
-        (tmp_path / f"d/{i % 2}").mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"d/{i % 2}/{i}").write_bytes(png(i))
-    (tmp_path / "d/0/x.rw2").write_bytes(b"x")
+    put(tmp_path / "d", {f"{i % 2}/{i}": i for i in range(LEAST_IMAGES)} | {"0/x.rw2": b"x"})
     for line in ("look-data --data.root d --sample 2 --images 1 --out x.png", "shard --root d --out s", "advise d"):
         main(line.split())
         assert "1 files that can't be read are left out, such as 0/x.rw2" in "".join(capsys.readouterr()), line
@@ -217,9 +206,7 @@ def test_every_command_says_what_is_left_out(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("splits", [True, False])
 def test_a_folder_of_save_to_disk_is_answered_with_what_to_type(tmp_path, splits):
     names, inside = ("data-00000-of-00001.arrow", "state.json", "dataset_info.json"), "train/" if splits else ""
-    for name in (*(f"{inside}{name}" for name in names), *["dataset_dict.json"] * splits):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}")
+    put(tmp_path, dict.fromkeys([*(f"{inside}{name}" for name in names), *["dataset_dict.json"] * splits], b"{}"))
     place = tmp_path / "SPLIT" if splits else tmp_path
     said = f"load_from_disk('{place}').to_parquet('images.parquet')\", then give images.parquet"
     with pytest.raises(DataError, match=re.escape(said)):

@@ -18,7 +18,7 @@ from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.normalization import visible, with_image_settings
 from dino_ds.errors import ConfigError, DataError
-from tests.data.files import Files, encoded, npy, photo, tif
+from tests.data.files import Files, encoded, npy, photo, tif, written
 
 BANDS = np.random.default_rng(0).integers(0, 4000, (40, 48, 6)).astype(np.uint16)
 FIRST = np.ascontiguousarray(np.moveaxis(BANDS, -1, 0))
@@ -153,10 +153,8 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
         (encoded(photo(48, 40).convert("L"), "JPEG"), 1, 1),
         (encoded(Image.fromarray(GRAY), "PNG"), 1, 1),
         (tif(GRAY, compression="lzw"), 3, 3),
-        (npy(GRAY), 3, 3),
         (npy(GRAY[None]), 1, 1),
         (tif(np.dstack([SHALLOW, 255 + 0 * SHALLOW[..., :1]]), photometric="rgb", extrasamples=["unassalpha"]), 3, 3),
-        (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 4, 4),
         (tif(FOUR, photometric="rgb", extrasamples=["unspecified"]), 3, 4),
         (tif(np.dstack([FOUR, FOUR]), photometric="rgb"), 3, 8),
         (tif(np.moveaxis(SHALLOW.astype(np.uint16), -1, 0), photometric="rgb", planarconfig="separate"), 3, 3),
@@ -197,9 +195,7 @@ def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: objec
         setattr(found, name, value)
     if syntax != "1.2.840.10008.1.2.1":
         found.compress(syntax)
-    stream = io.BytesIO()
-    found.save_as(stream, enforce_file_format=True)
-    return stream.getvalue()
+    return written(found.save_as, enforce_file_format=True)
 
 
 def test_dicom_gives_the_values_that_pixels_stand_for():
@@ -261,9 +257,8 @@ def test_rescaling_is_found_wherever_it_may_stand(tags, slope, intercept, head):
     if head == "no preamble":
         data = data[132:]
     elif head != "whole":
-        found, stream = pydicom.dcmread(io.BytesIO(data)), io.BytesIO()
-        pydicom.dcmwrite(stream, pydicom.Dataset(found), implicit_vr="implicit" in head, little_endian=True)
-        data = stream.getvalue()
+        found = pydicom.Dataset(pydicom.dcmread(io.BytesIO(data)))
+        data = written(pydicom.dcmwrite, found, implicit_vr="implicit" in head, little_endian=True)
     np.testing.assert_array_equal(stored(data, 1), GRAY.astype(np.int32) * slope + intercept)
 
 

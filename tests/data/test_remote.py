@@ -6,8 +6,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -36,7 +34,7 @@ from dino_ds.options.flags import parse_flags
 from tests.data.files import encoded, members, photo, png, read, tar
 from tests.data.servers import serving
 from tests.ranks import run_on_ranks
-from tests.run.harness import REPOSITORY, image_folder, losses_of, train_tiny, whole_tensors
+from tests.run.harness import image_folder, losses_of, train_tiny, whole_tensors
 
 SHARDS, IN_SHARD = 12, 3
 IMAGES = SHARDS * IN_SHARD
@@ -233,54 +231,42 @@ def test_faults_that_pass_change_nothing(server, folder, faults, seconds, monkey
     assert not server.faults
 
 
-def test_two_ranks_whose_server_is_killed_and_returns_learn_as_from_a_copy(tmp_path):
+def test_two_ranks_whose_server_stops_and_returns_learn_as_from_a_copy(tmp_path):
     images = sorted(image_folder(tmp_path / "images", 32).iterdir())
     for shard in range(4):
-        content = {path.name: path.read_bytes() for path in images[shard::4]}
-        tar(tmp_path / f"set/{shard}.tar", content)
-    changes = {"length": "12 steps", "crops.num_local": "1"}
-    port = find_free_port()
-    url = f"http://127.0.0.1:{port}/set/{{0..3}}.tar"
-    servers = [_serve_alone(tmp_path, port)]
-    steps = list[int]()
+        tar(tmp_path / f"set/{shard}.tar", {path.name: path.read_bytes() for path in images[shard::4]})
+    port, changes = find_free_port(), {"length": "12 steps", "crops.num_local": "1"}
+    metrics, steps, finished = tmp_path / "remote/metrics.jsonl", list[int](), threading.Event()
 
-    def interrupt():
-        while (done := _lines(tmp_path / "remote/metrics.jsonl")) < 5 and servers[0].poll() is None:
-            time.sleep(0.01)
-        servers[0].kill()
+    def count_steps():
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    def serve():
+        with serving(tmp_path, port) as server:
+            server.delay = 0.02
+            while count_steps() < 5 and not finished.wait(0.01):
+                pass
+            server.dead = True
+        steps.append(count_steps())
         time.sleep(3)
-        steps.extend((done, _lines(tmp_path / "remote/metrics.jsonl")))
-        servers.append(_serve_alone(tmp_path, port))
+        steps.append(count_steps())
+        with serving(tmp_path, port):
+            finished.wait()
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=serve)
     thread.start()
     try:
+        url = f"http://127.0.0.1:{port}/set/{{0..3}}.tar"
         assert run_on_ranks(train_tiny, url, tmp_path / "remote", changes=changes) == [None, None]
-        thread.join()
     finally:
-        for server in servers:
-            server.kill()
-            server.wait()
+        finished.set()
+        thread.join()
     assert run_on_ranks(train_tiny, tmp_path / "set", tmp_path / "local", changes=changes) == [None, None]
     assert 5 <= steps[0] <= steps[1] < 11
     assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local")
     expected, found = (whole_tensors(tmp_path / run, 12) for run in ("local", "remote"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def _serve_alone(folder, port):
-    command = [sys.executable, "-m", "tests.data.servers", str(folder), str(port)]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
-    while process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return process
-        time.sleep(0.02)
-    raise AssertionError("the server has ended")
-
-
-def _lines(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_what_does_not_come_ends_the_loader_with_place_and_count(server):

@@ -41,9 +41,7 @@ def test_a_tree_without_classes_has_no_labels(tmp_path, names):
     for name in names:
         save(tmp_path / name)
     source = read(tmp_path)
-    assert len(source) == 2
-    assert source.labels is None
-    assert source.classes is None
+    assert len(source) == 2 and source.labels is None and source.classes is None
 
 
 def test_links_are_followed_once_and_loops_end(tmp_path):
@@ -60,6 +58,7 @@ def test_links_are_followed_once_and_loops_end(tmp_path):
 def test_what_is_no_folder_is_said_with_the_nearest(tmp_path):
     (tmp_path / "images").mkdir()
     save(tmp_path / "one.png")
+    save(tmp_path / "run/checkpoints/step_00000002/map.png")
     for name in ("features.npy", "features.npy.json"):
         (tmp_path / name).write_text("{}")
     for name, said in (
@@ -67,17 +66,10 @@ def test_what_is_no_folder_is_said_with_the_nearest(tmp_path):
         ("zzz/zzz", f"{tmp_path}/zzz/zzz does not exist (its part {tmp_path} does)"),
         ("one.png", "one.png is a single image: give the folder"),
         ("features.npy", "features.npy is a file of features: give the folder of the images"),
+        ("run", "is the folder of a run: give the folder of the images"),
     ):
         with pytest.raises(DataError, match=re.escape(said)):
             read(tmp_path / name)
-
-
-def test_the_folder_of_a_run_is_no_folder_of_images(tmp_path):
-    save(tmp_path / "pictures/map.png")
-    read(tmp_path)
-    (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
-    with pytest.raises(DataError, match="is the folder of a run: give the folder of the images"):
-        read(tmp_path)
 
 
 def test_folder_without_images_says_what_was_looked_at(tmp_path):
@@ -108,6 +100,7 @@ def test_every_photo_is_in_the_notice_and_all_are_small():
 
 
 def test_unknown_sources_and_missing_images_are_refused(tmp_path):
+    assert set(SOURCES) == {"folder", "photos", *sources.TORCHVISION_SETS}  # named without importing torchvision
     for source, root, said in (
         ("cifar11", None, r"'cifar11' is unknown; allowed are folder, photos, .*Did you mean cifar10"),
         ("photos", str(tmp_path), r"--data\.source folder"),
@@ -125,17 +118,14 @@ def test_cifar10_by_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr(CIFAR10, "_load_meta", lambda self: setattr(self, "classes", [*"abcdefghij"]))
-    base = tmp_path / CIFAR10.base_folder
-    base.mkdir()
+    (tmp_path / CIFAR10.base_folder).mkdir()
     pixels = np.random.default_rng(0).integers(0, 255, (4, 3072), dtype=np.uint8)
-    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
-    for name in names:
-        (base / name).write_bytes(pickle.dumps({"data": pixels, "labels": [3, 1, 4, 1]}))
+    for name, _ in CIFAR10.train_list + CIFAR10.test_list:
+        content = pickle.dumps({"data": pixels, "labels": [3, 1, 4, 1]})
+        (tmp_path / CIFAR10.base_folder / name).write_bytes(content)
     source = build_source("cifar10", str(tmp_path), "train", False)
-    assert len(source) == 20
-    assert source.labels == [3, 1, 4, 1] * 5
-    assert source.classes == [*"abcdefghij"]
-    assert source.name(17) == "cifar10/train/17"
+    assert len(source) == 20 and source.name(17) == "cifar10/train/17"
+    assert source.labels == [3, 1, 4, 1] * 5 and source.classes == [*"abcdefghij"]
     np.testing.assert_array_equal(np.asarray(source.load(1)), pixels[1].reshape(3, 32, 32).transpose(1, 2, 0))
     assert len(build_source("cifar10", str(tmp_path), "test", False)) == 4
 
@@ -158,16 +148,10 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
         build_source("cifar10", str(tmp_path), "train", False)
     assert calls == [False]
     source = build_source("cifar10", str(tmp_path), "train", True)
-    assert calls[-1] is True
-    assert source.classes == ["a", "b"]
+    assert calls[-1] is True and source.classes == ["a", "b"]
     assert source.load(0).getpixel((0, 0)) == (9, 9, 9)
     with pytest.raises(UnreadableImage, match="cifar10/train/1"):
         source.load(1)
-
-
-def test_the_recipe_knows_these_sources():
-    """The schema names them without importing torchvision."""
-    assert set(SOURCES) == {"folder", "photos", *sources.TORCHVISION_SETS}
 
 
 DOCS = Path(__file__).parent.parent.parent / "docs/data.md"
@@ -325,23 +309,15 @@ def test_files_are_known_by_their_contents_in_every_form(tmp_path, form):
     assert found[0].changes(found[2]).endswith("0 of another size, 5 of 5 that were read of other content")
 
 
-class Own:
+class Own(Names):
     """A user's own source, without sizes; names begin with the root. Attributes of its own mean nothing to us."""
 
     labels = classes = None
     place = path = "here"
+    load = list.__getitem__
 
     def __init__(self, root):
-        self.root = root
-
-    def __len__(self):
-        return 5
-
-    def load(self, index):
-        raise NotImplementedError
-
-    def name(self, index):
-        return f"{self.root}/{index}"
+        super().__init__(f"{root}/{number}" for number in range(5))
 
 
 def test_sources_without_files():

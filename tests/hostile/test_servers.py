@@ -16,7 +16,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.remote_request import _driver_of
 from dino_ds.data.root import open_files
 from dino_ds.errors import UserError
-from tests.data.files import png, read, tar
+from tests.data.files import png, put, read, tar
 from tests.data.servers import HOSTILE, serving
 from tests.data.test_changed_files import WRITERS
 from tests.data.test_remote import write_index
@@ -35,12 +35,10 @@ def server(tmp_path, monkeypatch):
     for name in ("_OPEN_SECONDS", "_READ_SECONDS", "_LIST_SECONDS"):
         monkeypatch.setattr(f"dino_ds.data.remote.{name}", 3.0)
     for folder in ("set", "bare"):
-        tar(tmp_path / folder / "0.tar", {"0.png": png(0), "0.cls": b"0", "1.png": png(1), "1.cls": b"1"})
+        tar(tmp_path / folder / "0.tar", {"0.png": 0, "0.cls": b"0", "1.png": 1, "1.cls": b"1"})
     write_index(tmp_path / "set")
-    (tmp_path / "set/classes.txt").write_text("cat\ndog\n")
     WRITERS["0.parquet"](tmp_path / "0.parquet", {"0": png(0)})
-    (tmp_path / "1.png").write_bytes(png(1))
-    (tmp_path / "list.txt").write_text("1.png\n")
+    put(tmp_path, {"set/classes.txt": b"cat\ndog\n", "1.png": 1, "list.txt": b"1.png\n"})
     with serving(tmp_path) as server:
         yield server
 
