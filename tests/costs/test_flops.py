@@ -14,7 +14,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.rehearse import FORMULAS, expected_hidden
 from dino_ds.costs.step_costs import frozen_spec, mean_flops, model_flops, student_facts
-from dino_ds.data.masks import synthetic_masks
+from dino_ds.data.multicrop import synthetic_masks
 from dino_ds.engine.optim import build_optimizer
 from dino_ds.engine.process import init_distributed
 from dino_ds.method.build import build_network
