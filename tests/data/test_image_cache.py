@@ -49,7 +49,7 @@ def _images(folder, count, *shape, ending="png"):
 def root(tmp_path):
     """Every way of a file to its pixels: shrunk JPEGs among them, oriented and gray ones, and a broken file."""
     folder = tmp_path / "images"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     for number, side in enumerate((20, 64, 200)):
         Image.fromarray(_pixels(number, side, side + 9, 3)).save(folder / f"{side}.jpg")
     Image.fromarray(_pixels(3, 30, 20)).save(folder / "gray.jpg")

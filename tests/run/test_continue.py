@@ -24,8 +24,7 @@ from dino_ds.weights.start import as_source
 from tests.engine.harness import fp32_student
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, image_folder, unpredicted
-from tests.weights.huggingface import write_native
-from tests.weights.originals import Original
+from tests.weights.originals import Original, write_native
 
 SMALL = {"data.global_batch": "8", "crops.num_local": "1"}
 SMALL |= {"head.bottleneck": "16"}
