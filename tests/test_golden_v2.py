@@ -12,7 +12,7 @@ from torch import Tensor
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.feed import Batch
-from dino_ds.data.masks import with_rows
+from dino_ds.data.multicrop import with_rows
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import optimizer_options

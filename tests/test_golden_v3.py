@@ -15,7 +15,7 @@ from dino_ds.config.crops import EMA, FROZEN
 from dino_ds.config.ds_schema import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.feed import Batch
-from dino_ds.data.masks import with_rows
+from dino_ds.data.multicrop import with_rows
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.schedules import ScheduleValues

@@ -32,8 +32,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
 from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import Joined, Source, UnreadableImage, ValueRange, is_remote, prepare_images
-from dino_ds.data.masks import draw_masks
-from dino_ds.data.multicrop import AugmentationParams, CropParameters, MultiCrop, cut_crops
+from dino_ds.data.multicrop import AugmentationParams, CropParameters, MultiCrop, cut_crops, draw_masks
 from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.engine.distributed import local_world_size, usable_cores
 from dino_ds.errors import STOP_SIGNALS, DataError
@@ -107,13 +106,6 @@ def handle_worker_crash(batches: object) -> str | None:
     return f"loader process {dead.pid} {how}{_HINTS.get(name, '')}"
 
 
-def handle_worker_hang(batches: object, seconds: float) -> str:
-    """Kill all processes of a torch DataLoader's iterator, which returned no batch for `seconds`; returns a message."""
-    pids = ", ".join(str(worker.pid) for worker in getattr(batches, "_workers", []))
-    kill_workers(batches)
-    return f"loader processes {pids} gave no batch for {seconds:.0f} s. Most often a disk or network does not answer"
-
-
 def kill_workers(batches: object) -> None:
     """Kill loader processes without asking them, unlike `stop_workers`: they may wait for a dead one's lock."""
     for worker in getattr(batches, "_workers", []):
@@ -152,11 +144,9 @@ def start_workers(loader: DataLoader[Any], source: Source) -> Iterator[Any]:
 
 
 def _process_context() -> ForkServerContext:
-    """Context that forks workers from a small server process, which has imported the loader once.
-
-    A plain fork would copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import
-    torch in each worker, 5 seconds of a core apiece.
-    """
+    """Context that forks workers from a small server process, which has imported the loader once. A plain fork would
+    copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import torch in each worker,
+    5 seconds of a core apiece."""
     shorten_socket_names()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
@@ -237,11 +227,9 @@ class LoaderOptions:
 @dataclass(frozen=True)
 class LoaderBatch:
     """A micro-batch from the loader: each group's crops (v, b, ...) in one tensor; other attributes as in `Batch`.
-
     Crops augmented in the worker are (v, b, c, h, w) float32, without params. Crops to be augmented on the device are
     (v, b, h, w, c) of uint8, or of float32 in [0, 1] in a run with a value range; `params` then has the augmentation of
-    each group's v * b crops, and `normalize` (2, c) the final offset and factor of each channel.
-    """
+    each group's v * b crops, and `normalize` (2, c) the final offset and factor of each channel."""
 
     crops: dict[str, Tensor]
     params: dict[str, list[AugmentationParams]] | None

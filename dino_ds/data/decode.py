@@ -19,21 +19,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 from dino_ds.basics.files import opened
 from dino_ds.basics.ranges import READ, loading_range
 from dino_ds.config.fields import ARCHIVES, HDF5
-from dino_ds.data.images import (
-    PILLOW,
-    WITH_ALPHA,
-    Source,
-    UnreadableImage,
-    ValueRange,
-    deep_values,
-    in_channels,
-    is_deep,
-    is_gray,
-    name_placeholder,
-    pillow_values,
-    to_rgb,
-    to_unit,
-)
+from dino_ds.data import images
+from dino_ds.data.images import PILLOW, WITH_ALPHA, Source, UnreadableImage, ValueRange, in_channels, to_unit
 from dino_ds.data.listing import printable
 from dino_ds.data.scientific import DICOM, NPY, TIFF, Raster, check_nodata
 from dino_ds.errors import one_line
@@ -82,9 +69,7 @@ def load_image(
     source: Source, index: int, value_range: ValueRange | None, channels: int = 3
 ) -> Image.Image | np.ndarray:
     """Image `index` for evaluations: an RGB image of 8 bits, else an array (h, w, c) of uint8 or of float32 in [0, 1].
-
-    The pixels equal those that training gets. Raises UnreadableImage, also for another number of channels.
-    """
+    The pixels equal those that training gets. Raises UnreadableImage, also for another number of channels."""
     name, limit = source.name(index), MAX_PIXELS if hasattr(source, "read") else None
     image = open_image(source, index, limit, channels=channels)
     check_channels(image, channels, name)
@@ -103,16 +88,14 @@ def open_image(
     source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int | None = 3
 ) -> EncodedImage | DecodedImage:
     """Open image `index`: reads only the header if the source has files, else decodes. Raises UnreadableImage.
-
-    channels: number that is wanted, None = all; the image may have another number.
-    """
+    channels: number that is wanted, None = all; the image may have another number."""
     read = getattr(source, "read", None)
     if read is not None:
         with loading_range(READ):
             data = read(index)
         return EncodedImage(data, source.name(index), max_pixels, value_range, channels)
     image, name = source.load(index), source.name(index)
-    values = pillow_values(image, channels or 3, name) if isinstance(image, Image.Image) else np.array(image)
+    values = images.pillow_values(image, channels or 3, name) if isinstance(image, Image.Image) else np.array(image)
     return DecodedImage(values, name, max_pixels, value_range)
 
 
@@ -169,7 +152,7 @@ class EncodedImage:
             _check_size(image.width, image.height, self._name, max_pixels, stored)
         else:
             _check_size(image.width, image.height, self._name, max_pixels)
-            self.deep, stored = is_deep(image, self._data), 1 if is_gray(image) else 3
+            self.deep, stored = images.is_deep(image, self._data), 1 if images.is_gray(image) else 3
             with suppress(SyntaxError, struct.error):  # a damaged block must not cost the image
                 orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
             if wanted == (with_alpha := WITH_ALPHA.get(image.mode)) and with_alpha:
@@ -194,18 +177,14 @@ class EncodedImage:
         return self._image.pages if isinstance(self._image, Raster) else 1
 
     def decode(self, shrink: int = 1) -> np.ndarray:
-        """Pixels (h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also from 8 bits.
-
-        shrink: factor 1, 2, 4 or 8 by which a JPEG is decoded smaller. Raises UnreadableImage, also for a deep file
-        without a range and for values beyond it.
-        """
+        """Pixels (h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also from 8 bits. shrink:
+        factor 1, 2, 4 or 8 by which a JPEG is decoded smaller. Raises UnreadableImage, also for a deep file without a
+        range and for values beyond it."""
         return in_channels(_as_trained(self.values(shrink), self._range, self._name), self.channels)
 
     def values(self, shrink: int = 1) -> np.ndarray:
         """Upright values, unscaled: uint8 (h, w, 3); of gray, deep and other files as stored, (h, w) or (h, w, c).
-
-        Raises UnreadableImage.
-        """
+        Raises UnreadableImage."""
         with self._naming_errors():
             values = self._stored(shrink)
             if self.deep:
@@ -218,7 +197,7 @@ class EncodedImage:
         if isinstance(image, Raster):
             return image.read()
         if self.deep:
-            return deep_values(image, self._data, self.channels)
+            return images.deep_values(image, self._data, self.channels)
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
             colors = "GRAY" if self._is_gray else "RGB"
             width, height = (-(-side // shrink) for side in image.size)  # as Pillow's: both are libjpeg-turbo
@@ -226,7 +205,7 @@ class EncodedImage:
                 return simplejpeg.decode_jpeg(self._data, colors, min_width=width, min_height=height, min_factor=shrink)
         if self.channels == WITH_ALPHA.get(image.mode):
             return np.array(image)
-        return np.array(image.convert("L") if self._is_gray else to_rgb(image))
+        return np.array(image.convert("L") if self._is_gray else images.to_rgb(image))
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -235,7 +214,7 @@ class EncodedImage:
         except UnreadableImage:
             raise
         except Image.UnidentifiedImageError:
-            raise UnreadableImage(self._name, name_placeholder(self._data) or "not an image") from None
+            raise UnreadableImage(self._name, images.name_placeholder(self._data) or "not an image") from None
         except MemoryError:
             # The image was too large if a little memory is left; if not, this raises MemoryError again.
             bytearray(_LITTLE)

@@ -27,11 +27,8 @@ _ALIGNED = 64
 
 
 class ImageCache:
-    """Pixels by image index; an image without room is not kept.
-
-    The memory has no name in a file system: processes receive its descriptor with the pickled cache, and the kernel
-    frees it with the last process, however that ends.
-    """
+    """Pixels by image index; an image without room is not kept. The memory has no name in a file system: processes
+    receive its descriptor with the pickled cache, and the kernel frees it with the last process, however that ends."""
 
     def __init__(self, fd: int, images: int) -> None:
         self._fd, self._images, self._memory = fd, images, mmap.mmap(fd, 0)
@@ -104,10 +101,8 @@ class ImageCache:
 
 
 class CachedImage:
-    """An image from the cache, or cached once it is decoded in full, with EncodedImage's interface.
-
-    open_file: returns the file with its header read; called only for an image or size that is not cached.
-    """
+    """An image from the cache, or cached once it is decoded in full, with EncodedImage's interface. open_file: returns
+    the file with its header read; called only for an image or size that is not cached."""
 
     def __init__(self, cache: ImageCache, index: int, open_file: Callable[[], EncodedImage | DecodedImage]) -> None:
         self._cache, self._index, self._open_file = cache, index, open_file
@@ -140,10 +135,8 @@ def fitting_cache(gib: float, source: Source) -> tuple[float, list[str]]:
 
 
 def open_cache(gib: float, images: int) -> ImageCache | None:
-    """Open the cache that the ranks of this machine share, or None for 0 GiB; every rank must call this.
-
-    Raises ConfigError if the ranks of a machine can't open each other's memory.
-    """
+    """Open the cache that the ranks of this machine share, or None for 0 GiB; every rank must call this. Raises
+    ConfigError if the ranks of a machine can't open each other's memory."""
     if not gib:
         return None
     cache, node = ImageCache.create(images, int(gib * 2**30)), platform.node()

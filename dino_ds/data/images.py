@@ -48,11 +48,9 @@ _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
 
 
 class Source(Protocol):
-    """Images by index, always in the same order; picklable, since loader processes get a copy.
-
-    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder. A source
-    whose images are not drawn equally often has `draws` (`dino_ds.data.masks`).
-    """
+    """Images by index, always in the same order; picklable, since loader processes get a copy. A source of encoded
+    files also has `read(index) -> bytes`, which lets the pipeline choose the decoder. A source whose images are not
+    drawn equally often has `draws` (`dino_ds.data.mixture`)."""
 
     @property
     def labels(self) -> Sequence[int] | None:
@@ -195,10 +193,8 @@ def reads_as_stored(image: TiffImageFile) -> bool:
 
 def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
     """Pixels (h, w, c) of an in-memory image of any mode, in its own type, as if read with `channels` from a file of
-    that mode; RGBA, CMYK and gray with alpha stay unchanged if their number of channels is wanted.
-
-    The image is not turned by its orientation. Raises UnreadableImage for values that Pillow would not return in full.
-    """
+    that mode; RGBA, CMYK and gray with alpha stay unchanged if their number of channels is wanted. The image is not
+    turned by its orientation. Raises UnreadableImage for values that Pillow would not return in full."""
     if isinstance(image, ImageFile.ImageFile) and image.mode[0] not in "IF" and is_deep(image, b""):
         raise UnreadableImage(name, f"more than 8 bits a channel, and Pillow's {image.mode} has 8: give it as an array")
     if _STORED.get(image.mode) == channels:
@@ -218,11 +214,9 @@ def in_channels(values: np.ndarray, channels: int) -> np.ndarray:
 
 
 def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3) -> np.ndarray:
-    """Stored values of a deep image: uint16, int32 or float32, gray (h, w) or RGB (h, w, 3) with transparency on
-    white, or RGBA (h, w, 4) if 4 `channels` are wanted.
-
-    data: the image's file, needed for RGB. Raises ValueError for values that can't be read without loss.
-    """
+    """Stored values of a deep image: uint16, int32 or float32, gray (h, w) or RGB (h, w, 3) with transparency on white,
+    or RGBA (h, w, 4) if 4 `channels` are wanted. data: the image's file, needed for RGB. Raises ValueError for values
+    that can't be read without loss."""
     if image.mode[0] in "IF":
         if isinstance(
             image, ImageFile.ImageFile
@@ -268,10 +262,8 @@ def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarr
 
 
 def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
-    """Values scaled to float32 in [0, 1]: uint8 divided by 255, other types by the range.
-
-    Raises UnreadableImage for values beyond the range, for NaN and infinity, and where there is no range.
-    """
+    """Values scaled to float32 in [0, 1]: uint8 divided by 255, other types by the range. Raises UnreadableImage for
+    values beyond the range, for NaN and infinity, and where there is no range."""
     if values.dtype == np.uint8:
         return values.astype(np.float32) / np.float32(255)
     low, high = extremes(values, name)

@@ -15,26 +15,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from dino_ds.basics.ranges import AUGMENTATION, COPY, loading_range, named_range
 from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import all_crops
-from dino_ds.data.batches import (
-    LoaderBatch,
-    LoaderOptions,
-    MultiCropDataset,
-    as_it_is,
-    augmented_crops,
-    automatic_workers,
-    handle_worker_crash,
-    handle_worker_hang,
-    kill_workers,
-    start_workers,
-    stop_workers,
-    worker_options,
-)
+from dino_ds.data import batches as loading
+from dino_ds.data.batches import LoaderBatch, LoaderOptions
 from dino_ds.data.feed import Batch, Position
 from dino_ds.data.images import Source
 from dino_ds.data.mixture import Draws, draws_in
@@ -48,11 +35,8 @@ _POLL_SECONDS = 0.001
 
 
 class DevicePrefetcher(Iterator[Batch]):
-    """Endless iterator of Batch over a loader. Raises the loader's errors.
-
-    On a GPU, `prefetch` is called once a step's backward pass is launched; it copies and augments the next crops on a
-    side stream during that pass.
-    """
+    """Endless iterator of Batch over a loader. Raises the loader's errors. On a GPU, `prefetch` is called once a step's
+    backward pass is launched; it copies and augments the next crops on a side stream during that pass."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device = loader, device
@@ -104,7 +88,7 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
     with loading_range(COPY):
         moved = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
     with named_range(AUGMENTATION):
-        crops = augmented_crops(moved)
+        crops = loading.augmented_crops(moved)
     return Batch(crops, moved.drop_keys, moved.masks, moved.indices, batch.epoch, batch.names, batch.bad)
 
 
@@ -157,17 +141,10 @@ class ResumableSampler(Sampler[BatchKeys]):
         begun = (batches + 1) % (options.global_batch // self._chunk), resolution
         return position.advance(self._chunk, self._per_epoch), begun
 
-    def _order(self, epoch: int) -> Tensor:
-        """The images of an epoch in their order, (images,) int64, the same on all ranks."""
-        if self._draws is not None:
-            return self._draws.epoch(self._options.seed, epoch, self._per_epoch)
-        generator = torch.Generator().manual_seed(crop_seed(self._options.seed, epoch, -1) >> 1)  # -1: no such sample
-        return torch.randperm(self._images, generator=generator)
-
     def __iter__(self) -> Iterator[BatchKeys]:
         """Yield keys with `later` set: torch gives batch i to process i modulo their number; else only time is lost."""
         workers = self._options.workers
-        batches, ahead = self._batches(), max(1, automatic_workers() if workers is None else workers)
+        batches, ahead = self._batches(), max(1, loading.automatic_workers() if workers is None else workers)
         waiting = deque(islice(batches, ahead))
         for batch in batches:
             keys = waiting.popleft()
@@ -177,11 +154,15 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     def _batches(self) -> Iterator[BatchKeys]:
         position, begun, permuted, order = self.position, self._begun, -1, torch.empty(0)
-        micro = self._options.micro_batch
+        micro, seed = self._options.micro_batch, self._options.seed
         while True:
             epoch, first = position.epoch, position.samples + self._options.rank * micro
-            if epoch != permuted:
-                order, permuted = self._order(epoch), epoch
+            if epoch != permuted and self._draws is not None:
+                order = self._draws.epoch(seed, epoch, self._per_epoch)
+            elif epoch != permuted:
+                generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no such sample
+                order = torch.randperm(self._images, generator=generator)
+            permuted = epoch
             keys = BatchKeys((epoch, index) for index in order[first : first + micro].tolist())
             position, begun = self._after(position, begun)
             keys.resolution = begun[1]
@@ -189,17 +170,15 @@ class ResumableSampler(Sampler[BatchKeys]):
 
 
 class Loader(Iterator[LoaderBatch]):
-    """Endless iterator of this rank's LoaderBatches from `start` on.
-
-    If a loader process dies, or none returns a batch for `options.patience` seconds, all are restarted at the same
-    batch, once, with a line in `notes`. Raises DataError if there are fewer images than a global batch.
-    """
+    """Endless iterator of this rank's LoaderBatches from `start` on. If a loader process dies, or none returns a batch
+    for `options.patience` seconds, all are restarted at the same batch, once, with a line in `notes`. Raises DataError
+    if there are fewer images than a global batch."""
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions, start: Position) -> None:
         self._source, self._patience, self._cache = source, options.patience, options.cache
-        self._dataset = MultiCropDataset(source, multicrop, options)
+        self._dataset = loading.MultiCropDataset(source, multicrop, options)
         self._sampler = ResumableSampler(len(source), options, start, draws_in(source))
-        self._options = worker_options(options.workers)
+        self._options = loading.worker_options(options.workers)
         self._options["timeout"] = _LOOK_SECONDS if self._options["num_workers"] else 0
         self._restarted = False
         self.notes: list[str] = []
@@ -207,18 +186,21 @@ class Loader(Iterator[LoaderBatch]):
 
     def _start(self) -> None:
         loader: DataLoader[LoaderBatch | DataError] = DataLoader(
-            self._dataset, batch_sampler=self._sampler, collate_fn=as_it_is, **self._options
+            self._dataset, batch_sampler=self._sampler, collate_fn=loading.as_it_is, **self._options
         )
-        self._batches: Iterator[LoaderBatch | DataError] | None = start_workers(loader, self._source)
+        self._batches: Iterator[LoaderBatch | DataError] | None = loading.start_workers(loader, self._source)
         # If nobody closes the loader, Python would wait forever at its exit for processes that ignore SIGTERM.
-        weakref.finalize(self, kill_workers, self._batches)
+        weakref.finalize(self, loading.kill_workers, self._batches)
 
     def __next__(self) -> LoaderBatch:
         self._waits_since = time.monotonic()
         while (batch := self._poll(_LOOK_SECONDS)) is None:
             waited = time.monotonic() - self._waits_since
             if self._patience is not None and waited >= self._patience:
-                self._start_again(handle_worker_hang(self._batches, waited))
+                pids = ", ".join(str(worker.pid) for worker in getattr(self._batches, "_workers", []))
+                loading.kill_workers(self._batches)
+                reason = f"loader processes {pids} gave no batch for {waited:.0f} s"
+                self._start_again(f"{reason}. Most often a disk or network does not answer")
         return batch
 
     def next_if_ready(self) -> LoaderBatch | None:
@@ -237,7 +219,7 @@ class Loader(Iterator[LoaderBatch]):
             except (RuntimeError, EOFError, OSError) as error:
                 if str(error).startswith("DataLoader timed out"):
                     return None
-                reason = handle_worker_crash(self._batches)
+                reason = loading.handle_worker_crash(self._batches)
                 if reason is None:
                     raise
                 self._start_again(reason, error)
@@ -262,7 +244,7 @@ class Loader(Iterator[LoaderBatch]):
 
     def close(self) -> None:
         """Stop the workers and drop the batches that they have prefetched."""
-        stop_workers(self._batches)
+        loading.stop_workers(self._batches)
         self._batches = None
 
 
@@ -277,10 +259,8 @@ def steps_per_epoch(images: int, global_batch: int) -> int:
 
 
 def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -> int:
-    """Draw the index of the resolution of an epoch's step: the same on all ranks and in all micro-batches.
-
-    Source: facebookresearch/dinov3 draws from one stream that all ranks share; a hash needs no state to resume.
-    """
+    """Draw the index of the resolution of an epoch's step: the same on all ranks and in all micro-batches. Source:
+    facebookresearch/dinov3 draws from one stream that all ranks share; a hash needs no state to resume."""
     if len(shares) < 2:
         return 0
     drawn = (crop_seed(crop_seed(seed, epoch, -2), -1, step) >> 11) * 2.0**-53  # -2: no sample has this index

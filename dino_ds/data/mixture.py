@@ -31,11 +31,8 @@ _PASSES, _SHUFFLE = -3, -1
 
 
 class Mixture(EncodedImages, Joined):
-    """Images of all parts, part after part; classes of the same name are one class.
-
-    Raises DataError for a part without images; ConfigError for a part that is named twice or has no path, and for parts
-    with images in common.
-    """
+    """Images of all parts, part after part; classes of the same name are one class. Raises DataError for a part without
+    images; ConfigError for a part that is named twice or has no path, and for parts with images in common."""
 
     def __init__(self, parts: Sequence[MixturePart], root: str | None, cache_gib: float = 0.0) -> None:
         self.parts = tuple(parts)
@@ -47,16 +44,19 @@ class Mixture(EncodedImages, Joined):
                 raise DataError(f"data.mixture: {part.place}: {error}") from None
         self.elsewhere = any(map(is_remote, self.sources))
         self.ends = list(itertools.accumulate(map(len, self.sources)))
-        if overlap := self._overlap():
-            raise ConfigError(f"data.mixture: {overlap}")
-        self.labels, self.classes = self._join_labels()
+        self._check_overlap()
+        self.labels: Labels | None = None
+        self.classes: list[str] | None = None
+        if any(source.labels is not None for source in self.sources):
+            self.classes, numbers = join_classes(source.classes or () for source in self.sources)
+            labels = np.full(len(self), -1, np.int32)
+            for part, source in enumerate(self.sources):
+                if source.labels is not None:
+                    labels[self.first_of(part) : self.ends[part]] = numbers[part][np.asarray(source.labels)]
+            self.labels = Labels(labels)
         unnamed = (all(map(str.isdigit, source.classes or "-")) for source in self.sources)
         self.notes = note_unnamed(part.place for part in itertools.compress(parts, unnamed))
-        self.notes += [
-            f"{part.place}: {note}"
-            for part, source in zip(parts, self.sources, strict=True)
-            for note in getattr(source, "notes", ())
-        ]
+        self.notes += [f"{place}: {note}" for place, source in self.joined for note in getattr(source, "notes", ())]
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -117,8 +117,8 @@ class Mixture(EncodedImages, Joined):
     def file_keys(self) -> np.ndarray:
         return np.concatenate([source.file_keys() for source in self.sources])
 
-    def _overlap(self) -> str:
-        """A sentence on two parts with images in common, which would get more than their share; "" for none."""
+    def _check_overlap(self) -> None:
+        """Raises ConfigError for two parts with images in common, which would get more than their share."""
         keys, part_of = self.file_keys(), np.repeat(np.arange(len(self.parts)), np.diff([0, *self.ends]))
         order = np.argsort(keys, kind="stable")
         both = np.flatnonzero((np.diff(keys[order]) == 0) & (np.diff(part_of[order]) != 0))
@@ -127,10 +127,14 @@ class Mixture(EncodedImages, Joined):
                 small, large = sorted(part_of[list(pair)].tolist(), key=lambda part: len(self.sources[part]))
                 inner, outer = self.parts[small].place, self.parts[large].place
                 if set(keys[part_of == small].tolist()) == set(keys[part_of == large].tolist()):
-                    return f"{inner} and {outer} are the same place or images: give it once, with the sum of its shares"
-                both_have = f"images of {inner} lie in {outer} too, such as {self.name(pair[0])}"
-                return f"{both_have}, and would have the shares of both: give places without images in common"
-        return ""
+                    raise ConfigError(
+                        f"data.mixture: {inner} and {outer} are the same place or images: give it once, with the sum "
+                        "of its shares"
+                    )
+                raise ConfigError(
+                    f"data.mixture: images of {inner} lie in {outer} too, such as {self.name(pair[0])}, and would have "
+                    "the shares of both: give places without images in common"
+                )
 
     def _is_one_file(self, first: int, second: int) -> bool:
         """Whether images with equal keys are one file: keys of folders are from when these were listed."""
@@ -140,17 +144,6 @@ class Mixture(EncodedImages, Joined):
             return len(paths) < 2 or paths[0] == paths[1] or os.path.samefile(*paths)
         except OSError:
             return False
-
-    def _join_labels(self) -> tuple[Any, list[str] | None]:
-        """Labels of all images (-1 in a part without labels), and the names of all classes."""
-        if all(source.labels is None for source in self.sources):
-            return None, None
-        classes, numbers = join_classes(source.classes or () for source in self.sources)
-        labels = np.full(len(self), -1, np.int32)
-        for part, source in enumerate(self.sources):
-            if source.labels is not None:
-                labels[self.first_of(part) : self.ends[part]] = numbers[part][np.asarray(source.labels)]
-        return Labels(labels), classes
 
 
 def place_of(part: MixturePart, root: str | None) -> str:
@@ -248,10 +241,8 @@ def draws_in(source: object) -> Draws | None:
 
 
 def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
-    """`Draws` of a source, None where all images are drawn equally often; and notes on them.
-
-    Raises ConfigError or DataError if the images have no such classes or clusters.
-    """
+    """`Draws` of a source, None where all images are drawn equally often; and notes on them. Raises ConfigError or
+    DataError if the images have no such classes or clusters."""
     parts = source.parts if isinstance(source, Mixture) else (MixturePart("data.root", Fraction(1)),)
     if balance == "none" and len(parts) == 1:
         return None, []

@@ -96,11 +96,9 @@ def normalized_levels(normalization: Normalization) -> np.ndarray:
 
 
 def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
-    """Pixels (c, h, w), uint8 or in [0, 1] -> (3, h, w) in [0, 1] for display.
-
-    RGB is unchanged. Of more channels the first three become red, green and blue, of fewer the first becomes gray, each
-    stretched from the 2nd to the 98th percentile of `like` (by default the image itself).
-    """
+    """Pixels (c, h, w), uint8 or in [0, 1] -> (3, h, w) in [0, 1] for display. RGB is unchanged. Of more channels the
+    first three become red, green and blue, of fewer the first becomes gray, each stretched from the 2nd to the 98th
+    percentile of `like` (by default the image itself)."""
     count = 3 if len(pixels) >= 3 else 1
     shown, reference = _fractions(pixels[:count]), _fractions((pixels if like is None else like)[:count])
     if len(pixels) != 3:
@@ -172,13 +170,11 @@ def with_image_settings(
     stated: Callable[[], Stated] = Stated,
 ) -> tuple[Recipe, list[str]]:
     """`recipe` with numbers for data.value_range if that is auto and images are deep, and for data.mean and data.std if
-    ImageNet's are not theirs; and notes on these numbers, and on images that the range does not fit.
-
-    What the recipe does not set is as in the `earlier` recipe of a run that goes on, else as `stated` by the weights
-    that it begins with, else found by a sample of the images. A stage goes on with the mean of the run before. Rank 0
-    samples; every rank must call this. Raises on all ranks: ConfigError if a setting can't be known or no image has
-    model.in_chans channels, DataError if no sampled file is readable.
-    """
+    ImageNet's are not theirs; and notes on these numbers, and on images that the range does not fit. What the recipe
+    does not set is as in the `earlier` recipe of a run that goes on, else as `stated` by the weights that it begins
+    with, else found by a sample of the images. A stage goes on with the mean of the run before. Rank 0 samples; every
+    rank must call this. Raises on all ranks: ConfigError if a setting can't be known or no image has model.in_chans
+    channels, DataError if no sampled file is readable."""
     from_rank_0: Any = None
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
@@ -197,7 +193,14 @@ def _find_settings(
     seeks_mean = begins and data.mean is None
     start = stated() if seeks_mean else Stated()
     measures = seeks_mean and start.normalization is None and channels not in USUAL_CHANNELS
-    sample = _look_at_parts(recipe, source, measures)
+    sample = Sample()
+    for path, part in source.joined if isinstance(source, Joined) else [("", source)]:
+        looked_at = look_at_values([part], channels, data.max_pixels, measures)
+        _check_images(recipe, part, looked_at, path and f"data.mixture: {path}: ")
+        sample.images += looked_at.images
+        sample.channels += looked_at.channels
+        sample.values += looked_at.values
+        sample.stacks += looked_at.stacks
     chosen, words = known, ""
     if known is None:  # the range that the start states, if it fits the sample, else the one that the sample shows
         chosen = start.value_range
@@ -221,20 +224,6 @@ def _find_settings(
                 raise ConfigError(f"{start.by}: {problems[0]}; give --data.mean and --data.std")
             notes.append(f"{mean}, {how} (--data.mean, --data.std set others)")
     return settings, notes
-
-
-def _look_at_parts(recipe: Recipe, source: Source, measures: bool) -> Sample:
-    """Sample a source, or each part of a mixture. Raises as `with_image_settings` does."""
-    total = Sample()
-    parts = source.joined if isinstance(source, Joined) else [("", source)]
-    for path, part in parts:
-        sample = look_at_values([part], recipe.model.in_chans, recipe.data.max_pixels, measures)
-        _check_images(recipe, part, sample, path and f"data.mixture: {path}: ")
-        total.images += sample.images
-        total.channels += sample.channels
-        total.values += sample.values
-        total.stacks += sample.stacks
-    return total
 
 
 def _check_images(recipe: Recipe, source: Source, sample: Sample, where: str) -> None:

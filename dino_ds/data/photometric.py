@@ -16,17 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.basics.ranges import TAKEN
-from dino_ds.data.multicrop import (
-    BLUR_REACH,
-    FLIP,
-    GRAY,
-    LUMA,
-    SIGMA,
-    SLOTS,
-    SOLARIZE,
-    AugmentationParams,
-    CropParameters,
-)
+from dino_ds.data import multicrop
+from dino_ds.data.multicrop import FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE, AugmentationParams, CropParameters
 
 _OPTIONAL_COLUMNS = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """Columns that are 0 for a crop without the operation; hue has one in each jitter slot."""
@@ -42,11 +33,9 @@ def crops_per_params(size: int, device: torch.device) -> int | None:
 
 
 def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tensor) -> Tensor:
-    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalized, on the device of crops and params.
-
-    Crops are uint8, or float32 in [0, 1]; `params` are in the order of the crops. `normalize` (2, c) has the final
-    offset and factor of each channel.
-    """
+    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalized, on the device of crops and params. Crops
+    are uint8, or float32 in [0, 1]; `params` are in the order of the crops. `normalize` (2, c) has the final offset and
+    factor of each channel."""
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
     sizes = [len(piece.table) for piece in params]
@@ -104,7 +93,10 @@ def _augment(crops: Tensor, params: AugmentationParams, normalize: Tensor, x: Te
     torch.mul(crops.permute(0, 3, 1, 2), _scale(crops), out=x)
     weights = on_device[:, : 4 * SLOTS].T.contiguous().view(SLOTS, 4, n, 1, 1, 1)
     for slot, (pixel, own_gray, mean_gray, turns) in enumerate(weights):
-        blend(x, pixel, own_gray, mean_gray)
+        shade = gray(x)
+        mean = shade.mean((2, 3), keepdim=True)
+        shade.mul_(own_gray).add_(mean.mul_(mean_gray))
+        torch.addcmul(shade, x, pixel, out=x).clamp_(0, 1)
         replace(4 * slot + 3, shift_hue, turns)
     replace(GRAY, lambda some: gray(some).expand_as(some))
     replace(SIGMA, gaussian_blur, on_device[:, SIGMA])
@@ -120,14 +112,6 @@ def gray(x: Tensor) -> Tensor:
         return x.mean(1, keepdim=True)
     r, g, b = x.unbind(1)
     return r.mul(LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2]).unsqueeze(1)
-
-
-def blend(x: Tensor, pixel: Tensor, own_gray: Tensor, mean_gray: Tensor) -> Tensor:
-    """Change brightness, contrast or saturation of each crop in place; coefficients (n, 1, 1, 1)."""
-    shade = gray(x)
-    mean = shade.mean((2, 3), keepdim=True)
-    shade = shade.mul_(own_gray).add_(mean.mul_(mean_gray))
-    return torch.addcmul(shade, x, pixel, out=x).clamp_(0, 1)
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
@@ -150,7 +134,7 @@ def gaussian_blur(x: Tensor, sigmas: Tensor) -> Tensor:
     """Blur crops (n, c, h, w), each with its own standard deviation in pixels (n,); edges are mirrored."""
     n, c, h, w = x.shape
     for size, axis in ((w, 3), (h, 2)):
-        reach = min(BLUR_REACH, size - 1)
+        reach = min(multicrop.BLUR_REACH, size - 1)
         offsets = torch.arange(-reach, reach + 1, device=x.device)
         kernels = torch.softmax(-0.5 * (offsets / sigmas[:, None]).square(), dim=1).repeat_interleave(c, 0)
         padding = [reach, reach, 0, 0] if axis == 3 else [0, 0, reach, reach]

@@ -24,7 +24,7 @@ from dino_ds.config.crops import student_masks
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.feed import Batch
-from dino_ds.data.masks import synthetic_masks
+from dino_ds.data.multicrop import synthetic_masks
 from dino_ds.data.photometric import kernel_difference
 from dino_ds.engine import distributed
 from dino_ds.engine.process import DTYPES, release_memory

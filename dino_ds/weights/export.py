@@ -51,11 +51,9 @@ def export_safetensors(model: Backbone, out: Path) -> str:
 
 def export_timm(model: Backbone, out: Path) -> str:
     """Write a folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and loads the model, and
-    so does AutoModel.from_pretrained(FOLDER) of transformers, by its wrapper of timm's models.
-
-    A rotary ViT without LayerScale gets one of ones, which changes nothing: all of timm's have it. Raises ConfigError
-    for a network that timm does not know.
-    """
+    so does AutoModel.from_pretrained(FOLDER) of transformers, by its wrapper of timm's models. A rotary ViT without
+    LayerScale gets one of ones, which changes nothing: all of timm's have it. Raises ConfigError for a network that
+    timm does not know."""
     config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
     if model.value_range is not None:
         config["value_range"] = list(model.value_range)

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +38,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def other_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None) -> Weights | None:
-    """The weights in a file, if they are of another network than our ViTs, else None.
-
-    about: the JSON next to the file. asked: the network that the user names. Raises CheckpointError for an unusable
-    JSON.
-    """
+    """The weights in a file, if they are of another network than our ViTs, else None. about: the JSON next to the file.
+    asked: the network that the user names. Raises CheckpointError for an unusable JSON."""
     if (spec := stated_spec(about, tensors)) is not None:
         return Weights("dino_ds", tensors, about=about, spec=spec, image_size=_size(about.get("image_size")))
     if isinstance(about.get("architecture"), str):
@@ -95,15 +93,11 @@ def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, 
         keywords = json.loads(arguments)
     except RecursionError:
         raise ValueError("arguments are too deep") from None
-    _check_arguments(keywords, tensors)
-
-
-def _check_arguments(arguments: object, tensors: Mapping[str, Tensor]) -> None:
-    if not isinstance(arguments, dict) or len(str(arguments)) > _MOST_TEXT:
+    if not isinstance(keywords, dict) or len(str(keywords)) > _MOST_TEXT:
         raise ValueError("arguments are not a JSON object")
     largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     most = max(_PLAIN_NUMBER, len(tensors), largest)
-    todo: list[object] = [arguments]
+    todo: list[object] = [keywords]
     while todo:
         value = todo.pop()
         todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -170,27 +164,19 @@ def _recognized(
             if _fits(network, spec):
                 return spec, network
     if "downsample_layers.0.0.weight" in network:
+        from timm.models.convnext import checkpoint_filter_fn  # facebookresearch's names -> timm's
+
         for name in _CONVNEXTS if asked is None else (asked.name,):
             spec = ForeignSpec(name, in_chans=network["downsample_layers.0.0.weight"].shape[1])
-            renamed = _named_by_timm(spec, network)
-            if _fits(renamed, spec):
-                return spec, renamed
+            with suppress(ConfigError, KeyError, RuntimeError), torch.device("meta"):
+                renamed = dict(checkpoint_filter_fn(dict(network), create(spec, None)))
+                if _fits(renamed, spec):
+                    return spec, renamed
     if asked is not None:  # does not fit: the caller's comparison names the tensors
         for candidate in (tensors, network):
             if candidate.keys() & shapes_of(asked)[0].keys():
                 return asked, candidate
     return None
-
-
-def _named_by_timm(spec: ForeignSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of facebookresearch's ConvNeXt under timm's names; {} if its depth is not that of `spec`."""
-    from timm.models.convnext import checkpoint_filter_fn
-
-    try:
-        with torch.device("meta"):
-            return dict(checkpoint_filter_fn(dict(tensors), create(spec, None)))
-    except (ConfigError, KeyError, RuntimeError):
-        return {}
 
 
 def _with_stored_channels(asked: ForeignSpec, tensors: Mapping[str, Tensor]) -> ForeignSpec:
@@ -217,10 +203,8 @@ def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[
 
 @functools.cache
 def shapes_of(spec: ForeignSpec, image_size: int | None = None) -> tuple[Shapes, tuple[str, ...]]:
-    """The shapes of a network's tensors and saved buffers, and the prefixes of its classifier's names.
-
-    Raises CheckpointError for a network that can't be built.
-    """
+    """The shapes of a network's tensors and saved buffers, and the prefixes of its classifier's names. Raises
+    CheckpointError for a network that can't be built."""
     try:
         with torch.device("meta"):
             network = create(spec, image_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,12 +20,10 @@ from dino_ds.data.normalization import Normalization, Stated
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights import sidecar
-from dino_ds.weights.layouts import Weights, check_numbers
+from dino_ds.weights.layouts import check_numbers
 from dino_ds.weights.load import describe
 from dino_ds.weights.read import checkpoint_of, find_weights, is_checkpoint, network_parts
 from dino_ds.weights.start import channels_of, read_start
-
-_CENTERS = ("center", "ibot_center")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ class FrozenSource:
         """The shape of a head, as a recipe describes it. Raises CheckpointError for tensors that are not a head's."""
         tensors = self.heads[name]
         try:
-            linear = [t for key, t in sorted(tensors.items(), key=_place) if key[:4] == "mlp." and t.ndim == 2]
+            in_order = sorted(tensors.items(), key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])])
+            linear = [t for key, t in in_order if key[:4] == "mlp." and t.ndim == 2]
             prototypes, bottleneck = tensors["prototypes.weight"].shape
             return HeadSection(
                 prototypes=prototypes,
@@ -88,16 +87,29 @@ class FrozenSource:
 
 
 def find_frozen(source: str, key: str = "teacher.source", heads: int | None = None) -> FrozenSource:
-    """Find a frozen teacher: the EMA teacher of a run's newest or of one checkpoint, or what `find_weights` finds.
-
-    key: the recipe's key that names `source`. heads: attention heads, for a file that does not say how many. Raises
-    CheckpointError for anything else.
-    """
+    """Find a frozen teacher: the EMA teacher of a run's newest or of one checkpoint, or what `find_weights` finds. key:
+    the recipe's key that names `source`. heads: attention heads, for a file that does not say how many. Raises
+    CheckpointError for anything else."""
     path = Path(os.path.expanduser(source))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
     with naming(f"{key} {source}"):
-        frozen = _of_checkpoint(source, folder) if folder else _of_weights(source, heads)
-    return replace(frozen, key=key)
+        if folder:
+            return replace(_of_checkpoint(source, folder), key=key)
+        weights = find_weights(source)
+        network = describe(weights, heads)
+        channels = network.spec.in_chans
+        return FrozenSource(
+            source,
+            network.spec,
+            network.image_size,
+            network.interpolation,
+            weights.backbone,
+            weights.heads,
+            sidecar.normalization_of(weights.about, channels),
+            sidecar.range_of(weights.about),
+            notes=[*weights.notes, *network.notes, *sidecar.notes_on_mean(weights.about, channels)],
+            key=key,
+        )
 
 
 def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
@@ -116,51 +128,25 @@ def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
         heads,
         Normalization.of(recipe),
         recipe.data.known_range,
-        {name: whole[name] for name in _CENTERS if name in whole},
+        {name: whole[name] for name in ("center", "ibot_center") if name in whole},
         [f"the EMA teacher of step {manifest.step}"],
         tuple(free),
     )
 
 
-def _of_weights(source: str, heads: int | None) -> FrozenSource:
-    weights = find_weights(source)
-    network = describe(weights, heads)
-    return FrozenSource(
-        source,
-        network.spec,
-        network.image_size,
-        network.interpolation,
-        weights.backbone,
-        weights.heads,
-        sidecar.normalization_of(weights.about, network.spec.in_chans),
-        sidecar.range_of(weights.about),
-        notes=[*weights.notes, *network.notes, *sidecar.notes_on_mean(weights.about, network.spec.in_chans)],
-    )
-
-
 def stated_images(recipe: Recipe) -> Stated:
-    """What the weights of model.init_from, else those of teacher.source, say of the images they were trained on.
-
-    Raises CheckpointError for weights that can't be read.
-    """
+    """What the weights of model.init_from, else those of teacher.source, say of the images they were trained on. Raises
+    CheckpointError for weights that can't be read."""
     model, teacher = recipe.model, recipe.teacher.source
-    reads: dict[str, Callable[[], Weights]] = {}
-    if model.init_from is not None:
-        reads[f"model.init_from {model.init_from}"] = lambda: read_start(model)
-    if teacher is not None:
-        reads[f"teacher.source {teacher}"] = lambda: find_weights(teacher)
-    for by, read in reads.items():
-        with naming(by):
-            weights = read()
-            stated = sidecar.stated_normalization(weights.about, channels_of(weights))
-            if stated is not None:
-                return Stated(by, stated.for_channels(model.in_chans), sidecar.range_of(weights.about))
+    for key, source in (("model.init_from", model.init_from), ("teacher.source", teacher)):
+        if source is None:
+            continue
+        with naming(f"{key} {source}"):
+            weights = read_start(model) if key == "model.init_from" else find_weights(source)
+            if stated := sidecar.stated_normalization(weights.about, channels_of(weights)):
+                ours, values = stated.for_channels(model.in_chans), sidecar.range_of(weights.about)
+                return Stated(f"{key} {source}", ours, values)
     return Stated()
-
-
-def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:
-    """The numbers in a tensor's name, which sort layers numerically."""
-    return tuple(int(number) for number in re.findall(r"\d+", entry[0]))
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ BASE = 100.0
 EPS = 1e-5
 """Epsilon of the norms of all released networks."""
 LOCAL_NORM = "local_cls_norm."
-_PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
+PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
 _ROUNDED = 1e-2
 """Largest relative error of a period: rounding to bfloat16 is off by up to 1/256, rounding twice by twice that."""
 _NAMES = {
@@ -128,6 +128,7 @@ def has_rope(backbone: Mapping[str, Tensor]) -> bool:
 
 def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
     """`backbone`, if it has no name that ours lacks, with learned positions in our form. Raises CheckpointError."""
+    backbone = {name: tensor for name, tensor in backbone.items() if name != "reg_token" or tensor.numel()}
     rope = has_rope(backbone)
     known, which = (_OURS_ROTARY, "ViT with rotary positions") if rope else (_OURS, "ViT")
     if unknown := sorted(name for name in backbone if not known.fullmatch(name)):
@@ -167,14 +168,23 @@ def few(names: list[str]) -> str:
 
 
 def split_network(tensors: dict[str, Tensor]) -> Weights:
-    """The teacher's backbone and heads among the tensors of a file.
-
-    Prefixes of DDP and torch.compile are dropped. The backbone is the network with the patch embedding; its heads are
-    `head` or dinov2's `dino_head` next to it, and `ibot_head`. Raises CheckpointError without a ViT, and for several
-    ViTs of which not exactly one is called teacher.
+    """The teacher's backbone and heads among the tensors of a file. Prefixes of DDP and torch.compile are dropped. The
+    backbone is the network with the patch embedding; its heads are `head` or dinov2's `dino_head` next to it, and
+    `ibot_head`. Raises CheckpointError without a ViT, and for several ViTs of which not exactly one is called teacher.
     """
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
-    prefix = _prefix(tensors)
+    prefixes = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
+    if not prefixes:
+        raise CheckpointError(
+            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(sorted(tensors))}; "
+            "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
+        )
+    chosen = [prefix for prefix in prefixes if "teacher" in prefix] if len(prefixes) > 1 else prefixes
+    if len(chosen) != 1:
+        raise CheckpointError(
+            f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
+        )
+    prefix = chosen[0]
     owner = prefix.removesuffix("backbone.")
     mask, cls = tensors.get(f"{prefix}mask_token"), tensors.get(f"{prefix}cls_token")
     if mask is not None and cls is not None and mask.numel() == cls.numel():
@@ -190,48 +200,21 @@ def split_network(tensors: dict[str, Tensor]) -> Weights:
         if beside:
             heads.setdefault(_HEADS[beside[1]], {})[beside[2]] = tensor
         elif name.startswith(prefix) and not _DROPPED.fullmatch(inside):
-            backbone[inside] = tensor
+            # dinov2's blocks may lie in chunks: blocks.CHUNK.BLOCK.
+            inside = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", inside)
+            inside = inside.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+            backbone["reg_token" if inside == "register_tokens" else inside] = tensor
         else:
             others.append(name)
     heads = {name: head_to_ours(head) for name, head in heads.items()}
     kind = "dinov2" if any(".ls1." in name for name in backbone) else "dino or timm"
     mask = None if mask is None else mask.reshape(1, -1)
-    return Weights(kind, _backbone(backbone), heads, notes=unused(others), mask_token=mask)
-
-
-def _prefix(tensors: dict[str, Tensor]) -> str:
-    prefixes = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
-    if not prefixes:
-        names = sorted(tensors)
-        raise CheckpointError(
-            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}; "
-            "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
-        )
-    chosen = [prefix for prefix in prefixes if "teacher" in prefix] if len(prefixes) > 1 else prefixes
-    if len(chosen) != 1:
-        raise CheckpointError(
-            f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
-        )
-    return chosen[0]
-
-
-def _backbone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    out = {}
-    for name, tensor in tensors.items():
-        # dinov2's blocks may lie in chunks: blocks.CHUNK.BLOCK.
-        name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
-        name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
-        out["reg_token" if name == "register_tokens" else name] = tensor
-    if "reg_token" in out and not out["reg_token"].numel():
-        del out["reg_token"]
-    return out
+    return Weights(kind, backbone, heads, notes=unused(others), mask_token=mask)
 
 
 def head_to_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A head under our names, from these or the reference's, where an MLP of one layer is not a sequence.
-
-    Without "prototypes.lengths" all prototypes have length 1: lengths that are all 1 are left out.
-    """
+    """A head under our names, from these or the reference's, where an MLP of one layer is not a sequence. Without
+    "prototypes.lengths" all prototypes have length 1: lengths that are all 1 are left out."""
     out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in tensors.items() if name[:4] == "mlp."}
     for name, of_lengths in _PROTOTYPES.items():
         if name in tensors:
@@ -246,20 +229,25 @@ def _lengths(lengths: Tensor | None) -> dict[str, Tensor]:
     return {} if lengths is None or torch.all(lengths == 1) else {"prototypes.lengths": lengths}
 
 
-def is_dinov3(names: Mapping[str, Tensor]) -> bool:
-    """Whether a backbone has facebookresearch/dinov3's names."""
-    return "storage_tokens" in names or _PERIODS in names
-
-
 def from_dinov3(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """dinov3's tensors under our names, with unknown names unchanged; further facts, as in a config.json; and notes.
-
-    Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks.
-    """
-    out: dict[str, Tensor] = {}
-    facts, notes = _of_periods(tensors)
+    Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks."""
+    out, facts, notes = dict[str, Tensor](), dict[str, Any](), list[str]()
+    if PERIODS in tensors and "cls_token" in tensors:  # from which the number of attention heads follows
+        periods, width = tensors[PERIODS].float().flatten(), tensors["cls_token"].shape[-1]
+        heads, rest = divmod(width, 4 * max(1, len(periods)))
+        if rest or not heads:
+            raise CheckpointError(f"{PERIODS} has {len(periods)} values, which no head of a width of {width} has")
+        wanted = BASE ** (torch.arange(len(periods)) / len(periods))
+        off = ((periods - wanted).abs() / wanted).max()
+        if not off <= _ROUNDED:
+            ends = f"{periods[0]:.4g} to {periods[-1]:.4g}, not {wanted[0]:.4g} to {wanted[-1]:.4g}"
+            raise CheckpointError(f"{PERIODS} are {ends}: dino_ds reads files of base {BASE:g} only")
+        if off > 1e-6:
+            notes = [f"its periods of rotary positions are rounded, by up to {100 * off:.1g} %: ours are in FP32"]
+        facts = {"num_attention_heads": heads}
     for name, tensor in tensors.items():
-        if name == _PERIODS or name.endswith(_MASK):
+        if name == PERIODS or name.endswith(_MASK):
             continue
         if name.endswith(_BIAS):
             mask = tensors.get(name.replace(_BIAS, _MASK))
@@ -278,23 +266,6 @@ def check_keys(name: str, bias: Tensor) -> None:
     """Raises CheckpointError for a bias of keys that is not zero."""
     if torch.count_nonzero(bias):
         raise CheckpointError(f"its keys have a bias ({name}), and those of dino_ds's ViT with rotary positions none")
-
-
-def _of_periods(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """The number of attention heads, which follows from that of periods, and notes on the periods' values."""
-    if _PERIODS not in tensors or "cls_token" not in tensors:
-        return {}, []
-    periods, width = tensors[_PERIODS].float().flatten(), tensors["cls_token"].shape[-1]
-    heads, rest = divmod(width, 4 * max(1, len(periods)))
-    if rest or not heads:
-        raise CheckpointError(f"{_PERIODS} has {len(periods)} values, which no head of a width of {width} has")
-    wanted = BASE ** (torch.arange(len(periods)) / len(periods))
-    off = ((periods - wanted).abs() / wanted).max()
-    if not off <= _ROUNDED:
-        ends = f"{periods[0]:.4g} to {periods[-1]:.4g}, not {wanted[0]:.4g} to {wanted[-1]:.4g}"
-        raise CheckpointError(f"{_PERIODS} are {ends}: dino_ds reads files of base {BASE:g} only")
-    rounded = f"its periods of rotary positions are rounded, by up to {100 * off:.1g} %: ours are in FP32"
-    return {"num_attention_heads": heads}, [rounded] if off > 1e-6 else []
 
 
 def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
@@ -319,16 +290,9 @@ def split_local_norm(backbone: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     return {name: tensor for name, tensor in backbone.items() if name not in local}, local
 
 
-def is_huggingface(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether tensors have the names of one of transformers' own ViTs."""
-    return any(".attention.attention.query." in n or n.endswith(".attention.q_proj.weight") for n in tensors)
-
-
 def from_huggingface(tensors: Mapping[str, Tensor]) -> Weights:
-    """Hugging Face's tensors under our names, with unknown names unchanged, without pooler and classifier.
-
-    Raises CheckpointError where a part is missing, and for keys with a bias, which our rotary ViTs lack.
-    """
+    """Hugging Face's tensors under our names, with unknown names unchanged, without pooler and classifier. Raises
+    CheckpointError where a part is missing, and for keys with a bias, which our rotary ViTs lack."""
     tensors = {_HF_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
     dropped = [name for name in tensors if re.search(r"(^|\.)(pooler\.|classifier\.)", name)]
     inside = _HF_INSIDE | (_HF_ROTARY if any(name.endswith(".attention.q_proj.weight") for name in tensors) else {})
@@ -352,8 +316,6 @@ def from_huggingface(tensors: Mapping[str, Tensor]) -> Weights:
             if missing := [other for other in names if other not in tensors]:
                 raise CheckpointError(f"it lacks {missing[0]}")
             out[f"blocks.{match[1]}.attn.qkv.{part[2]}"] = torch.cat([tensors[other] for other in names])
-    if "reg_token" in out and not out["reg_token"].numel():
-        del out["reg_token"]
     mask = tensors.get("embeddings.mask_token")
     mask = None if mask is None else mask.reshape(1, -1)
     return Weights("huggingface", out, notes=unused(dropped), mask_token=mask)

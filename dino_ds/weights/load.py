@@ -33,7 +33,7 @@ from dino_ds.models.foreign import build_backbone, tensor_shapes
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.specs.backbones import BACKBONES, VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
-from dino_ds.models.specs.foreign import ForeignSpec, foreign_spec
+from dino_ds.models.specs.foreign import foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.layouts import BASE, EPS, MOST_SIZE, USUAL_SIZE, Weights, few, has_rope
 from dino_ds.weights.read import find_weights
@@ -46,15 +46,13 @@ _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --mode
 
 class Backbone(nn.Module):
     """A frozen backbone. Images are (b, c, h, w), normalized as by `preprocess`, with sides that are multiples of
-    `side_multiple`; every method computes without gradients, and in FP32 unless autocast is on.
-
-    `image_size` is the native side in pixels; `width` the length of a feature vector; `heads` the tensors of the
-    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for
-    hidden patches in training, or None if unknown; `notes` what the source does not state and what was left out of it;
-    `value_range` the values of black and white in training images deeper than 8 bits, or None without such images;
-    `normalization` the mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's for the
-    images of the run, if they are known.
-    """
+    `side_multiple`; every method computes without gradients, and in FP32 unless autocast is on. `image_size` is the
+    native side in pixels; `width` the length of a feature vector; `heads` the tensors of the projection heads by name:
+    "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for hidden patches in
+    training, or None if unknown; `notes` what the source does not state and what was left out of it; `value_range` the
+    values of black and white in training images deeper than 8 bits, or None without such images; `normalization` the
+    mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's for the images of the run,
+    if they are known."""
 
     mask_token: Tensor | None = None
     crop_pct: float | None = None
@@ -79,12 +77,10 @@ class Backbone(nn.Module):
         self._crop = EvalCrop(image_size, self.normalization)
 
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
-        """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
-
-        The image is resized, center-cropped and normalized, as for k-NN; values deeper than 8 bits are scaled by the
-        run's value range, which they must not exceed. A file is turned upright, Pillow's image is not. Raises
-        ConfigError for such values without a known range, and for a file that can't be read.
-        """
+        """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size). The image
+        is resized, center-cropped and normalized, as for k-NN; values deeper than 8 bits are scaled by the run's value
+        range, which they must not exceed. A file is turned upright, Pillow's image is not. Raises ConfigError for such
+        values without a known range, and for a file that can't be read."""
         channels, name = self.network.spec.in_chans, "this image"
         try:
             if isinstance(image, str | Path):
@@ -111,10 +107,8 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def patch_tokens(self, images: Tensor) -> Tensor:
-        """Tokens of the patches after the final norm, (b, height, width of the grid, width).
-
-        Networks other than ViTs return the feature map before pooling, with its own width. Raises ConfigError for a
-        network without such a map.
+        """Tokens of the patches after the final norm, (b, height, width of the grid, width). Networks other than ViTs
+        return the feature map before pooling, with its own width. Raises ConfigError for a network without such a map.
         """
         with self._explained(images):
             grid = self.network.patch_grid(*images.shape[-2:])
@@ -123,10 +117,8 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
-        """Tokens after the last `blocks` blocks (or all, if fewer) and the final norm: (blocks, b, 1 + n, width).
-
-        n patches follow the CLS token; registers are left out.
-        """
+        """Tokens after the last `blocks` blocks (or all, if fewer) and the final norm: (blocks, b, 1 + n, width). n
+        patches follow the CLS token; registers are left out."""
         vit = self.vit
         with self._explained(images):
             rows, columns = vit.patch_grid(*images.shape[-2:])
@@ -134,10 +126,8 @@ class Backbone(nn.Module):
         return torch.cat((tokens[:, :, :1], tokens[:, :, -rows * columns :]), dim=2)
 
     def attention(self, images: Tensor) -> Tensor:
-        """The attention of the last block's CLS token to each patch, (b, heads, height, width of the grid).
-
-        Over all tokens the weights of a head sum to 1; those of CLS and registers are left out.
-        """
+        """The attention of the last block's CLS token to each patch, (b, heads, height, width of the grid). Over all
+        tokens the weights of a head sum to 1; those of CLS and registers are left out."""
         vit = self.vit
         with self._explained(images):
             rows, columns = vit.patch_grid(*images.shape[-2:])
@@ -194,7 +184,18 @@ def load(
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
-    loaded = find_weights(path, None if backbone is None else _asked(str(backbone)))
+    asked = None
+    if backbone is not None:
+        if backbone in BACKBONES:
+            raise CheckpointError(
+                f"--backbone {backbone}: Vision Transformers are known by their tensors; leave it out"
+            )
+        allow_code([backbone])
+        try:
+            asked = foreign_spec(str(backbone))
+        except ValueError as error:
+            raise CheckpointError(f"--backbone {error}") from None
+    loaded = find_weights(path, asked)
     named = "Vision Transformer" if loaded.spec is None else loaded.spec.title
     try:
         if backbone not in (None, named):
@@ -204,35 +205,18 @@ def load(
         description = describe(loaded, heads)
         if loaded.spec is None and heads not in (None, description.arch.heads):
             raise CheckpointError(f"--heads {heads}, and the file says {description.arch.heads}: leave it out")
-        filled = _filled(description, loaded.backbone)
+        way = description.interpolation
+        arguments = description.spec, description.image_size, BackboneOptions(pos_embed_interpolation=way)
+        shapes = tensor_shapes(*arguments)  # tensors that do not fit are refused before the network takes memory
+        fitting = fit_tensors(loaded.backbone, shapes, way, "the weights lack", "the weights are")
+        network = build_backbone(*arguments)
+        network.load_state_dict(fitting)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*loaded.notes, *description.notes, *notes_on_mean(loaded.about, description.spec.in_chans)]
-    model = kind(filled, description.image_size, path, loaded.about, loaded.heads, notes)
+    model = kind(network, description.image_size, path, loaded.about, loaded.heads, notes)
     model.mask_token = loaded.mask_token
     return model.to(device)
-
-
-def _asked(name: str) -> ForeignSpec:
-    """The spec of timm's name or of a class. Raises CheckpointError for any other name, and for a backbone of ours."""
-    if name in BACKBONES:
-        raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
-    allow_code([name])
-    try:
-        return foreign_spec(name)
-    except ValueError as error:
-        raise CheckpointError(f"--backbone {error}") from None
-
-
-def _filled(description: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
-    """Build the network with these tensors. Raises CheckpointError if they do not fit, before it takes memory."""
-    options = BackboneOptions(pos_embed_interpolation=description.interpolation)
-    arguments = description.spec, description.image_size, options
-    shapes = tensor_shapes(*arguments)
-    fitting = fit_tensors(tensors, shapes, description.interpolation, "the weights lack", "the weights are")
-    network = build_backbone(*arguments)
-    network.load_state_dict(fitting)
-    return network
 
 
 @dataclass(frozen=True)
@@ -254,11 +238,9 @@ class Description:
 
 
 def describe(weights: Weights, heads: int | None = None) -> Description:
-    """Describe the network of `weights`; heads: its attention heads, for weights whose files do not state them.
-
-    If neither states them, they are those of the known backbone of this width and depth, and a note says so. Raises
-    CheckpointError where no such backbone is known, and where the tensors contradict a file.
-    """
+    """Describe the network of `weights`; heads: its attention heads, for weights whose files do not state them. If
+    neither states them, they are those of the known backbone of this width and depth, and a note says so. Raises
+    CheckpointError where no such backbone is known, and where the tensors contradict a file."""
     if weights.spec is not None:
         return Description(weights.spec, weights.image_size, "antialias")
     if weights.kind == "dino_ds":
@@ -270,7 +252,12 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     if not stated and heads is None:
         notes = [f"no file says how many attention heads it has: {arch.heads} are assumed, usual for this size"]
     if arch.rope is not None:
-        arch, size = _with_facts(arch, about)
+        base, size = about.get("rope_theta", arch.rope_base), about.get("image_size", USUAL_SIZE)
+        if not isinstance(base, int | float) or not 1 < base < math.inf:
+            raise CheckpointError(f"config.json: rope_theta {str(base)[:20]} is not a number above 1")
+        if not isinstance(size, int) or not arch.patch_size <= size <= MOST_SIZE:
+            raise CheckpointError(f"config.json: image_size {str(size)[:20]} is not a number of pixels")
+        arch = replace(arch, rope_base=float(base))
         if "image_size" not in about:
             notes.append(f"no file says the size of its images: {size} pixels are assumed")
     eps = about.get("layer_norm_eps", arch.norm_eps)
@@ -279,16 +266,6 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     usual = "antialias" if arch.registers or weights.kind == "timm" else "dino"
     interpolation = usual if about.get("pos_embed_interpolation") not in RESIZINGS else about["pos_embed_interpolation"]
     return Description(replace(arch, norm_eps=eps), size, interpolation, bool(stated), notes)
-
-
-def _with_facts(arch: ViTSpec, about: dict[str, Any]) -> tuple[ViTSpec, int]:
-    """`arch` with the rotary positions that a file states, and the side of native images. Raises CheckpointError."""
-    base, size = about.get("rope_theta", arch.rope_base), about.get("image_size", USUAL_SIZE)
-    if not isinstance(base, int | float) or not 1 < base < math.inf:
-        raise CheckpointError(f"config.json: rope_theta {str(base)[:20]} is not a number above 1")
-    if not isinstance(size, int) or not arch.patch_size <= size <= MOST_SIZE:
-        raise CheckpointError(f"config.json: image_size {str(size)[:20]} is not a number of pixels")
-    return replace(arch, rope_base=float(base)), size
 
 
 def _described_by_us(weights: Weights) -> Description:
@@ -327,16 +304,18 @@ def _visible(arch: ViTSpec) -> tuple[object, ...]:
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[ViTSpec, int]:
-    """The architecture of the tensors, and the side of its native images in pixels, 0 with rotary positions.
-
-    Tensors do not show the number of heads: None means that of the known backbone of this width and depth. Nor do they
-    show the kind of rotary positions: those of the released DINOv3 are assumed. Raises CheckpointError where tensors of
-    a ViT are missing, and for impossible or unknown heads.
-    """
+    """The architecture of the tensors, and the side of its native images in pixels, 0 with rotary positions. Tensors do
+    not show the number of heads: None means that of the known backbone of this width and depth. Nor do they show the
+    kind of rotary positions: those of the released DINOv3 are assumed. Raises CheckpointError where tensors of a ViT
+    are missing, and for impossible or unknown heads."""
     rope, side = has_rope(backbone), 0
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
-        depth = _depth(backbone)
+        # Each block must have tensors: a single name must not make us build a huge network.
+        numbers = {match[1] for name in backbone if (match := re.match(r"blocks\.(\d+)\.", name))}
+        depth, last = len(numbers), max(numbers, key=lambda number: (len(number), number))
+        if numbers != {str(i) for i in range(depth)}:
+            raise CheckpointError(f"it has tensors of {depth} blocks, and their last is called {last[:20]}")
         hidden = backbone["blocks.0.mlp.fc2.weight"].shape[1]
         gate, first = "blocks.0.mlp.fc1_g.weight", "blocks.0.mlp.fc1.weight"
         packed = 2 * backbone[gate].shape[0] if gate in backbone else backbone[first].shape[0]
@@ -351,65 +330,33 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
     heads = heads or _usual_heads(width, depth)
     if not isinstance(heads, int) or heads < 1 or width % heads:  # a file may state anything
         raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: {_NAME_THEM}")
-    arch = ViTSpec(
-        patch,
-        width,
-        depth,
-        heads,
-        mlp_ratio=packed / width,
-        swiglu=packed == 2 * hidden,
-        layer_scale=1e-5 if backbone.keys() & {"blocks.0.ls1.gamma", "blocks.0.gamma_1"} else None,
-        registers=registers,
-        in_chans=in_chans,
-        **(_of_rope(backbone) if rope else {}),
-    )
+    scale = 1e-5 if backbone.keys() & {"blocks.0.ls1.gamma", "blocks.0.gamma_1"} else None
+    arch = ViTSpec(patch, width, depth, heads, packed / width, packed == 2 * hidden, layer_scale=scale)
     if arch.mlp_widths[0] != packed:  # the quotient was rounded down
         arch = replace(arch, mlp_ratio=math.nextafter(arch.mlp_ratio, math.inf))
+    arch = replace(arch, registers=registers, in_chans=in_chans)
+    if rope:
+        arch = replace(arch, rope="separate", rope_base=BASE, norm_eps=EPS, cls_norm="cls_norm.weight" in backbone)
+        arch = replace(arch, qkv_bias="blocks.0.attn.q_bias" in backbone, rms_norm="norm.bias" not in backbone)
     return arch, side * patch
 
 
-def _depth(backbone: dict[str, Tensor]) -> int:
-    """The number of blocks. Each must have tensors: a single name must not make us build a huge network.
-
-    Raises ValueError without blocks, and CheckpointError if a number below the highest is missing.
-    """
-    numbers = {m[1] for name in backbone if (m := re.match(r"blocks\.(\d+)\.", name))}
-    last = max(numbers, key=lambda number: (len(number), number))
-    if numbers != {str(i) for i in range(len(numbers))}:
-        raise CheckpointError(f"it has tensors of {len(numbers)} blocks, and their last is called {last[:20]}")
-    return len(numbers)
-
-
-def _of_rope(backbone: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        "rope": "separate",
-        "rope_base": BASE,
-        "norm_eps": EPS,
-        "qkv_bias": "blocks.0.attn.q_bias" in backbone,
-        "rms_norm": "norm.bias" not in backbone,
-        "cls_norm": "cls_norm.weight" in backbone,
-    }
-
-
 def _usual_heads(width: int, depth: int) -> int:
-    known = (arch.heads for arch in VITS.values() if (arch.width, arch.depth) == (width, depth))
-    heads = next(known, None)
-    if heads is None:
-        usual = f" (usual: {width // 64})" if width % 64 == 0 else ""
-        raise CheckpointError(
-            f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
-        )
-    return heads
+    for arch in VITS.values():
+        if (arch.width, arch.depth) == (width, depth):
+            return arch.heads
+    usual = f" (usual: {width // 64})" if width % 64 == 0 else ""
+    raise CheckpointError(
+        f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
+    )
 
 
 def fit_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
     """`tensors`, which must have the names and shapes of `shapes`; a position embedding of another size is resized.
-
     Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
-    shapes.
-    """
+    shapes."""
     missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
         raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")
@@ -419,21 +366,16 @@ def fit_tensors(
         name: _fitted(tensors[name], shape, interpolation) if name.endswith("pos_embed") else tensors[name]
         for name, shape in shapes.items()
     }
-    wrong = [
-        f"{name} {list(t.shape)} vs {list(shapes[name])}"
-        for name, t in fitting.items()
-        if tuple(t.shape) != shapes[name]
-    ]
+    wrong = sorted(name for name, tensor in fitting.items() if tuple(tensor.shape) != shapes[name])
     if wrong:
-        raise CheckpointError(f"{are} of another architecture: {len(wrong)} tensors, first {min(wrong)}")
+        first = f"{wrong[0]} {list(fitting[wrong[0]].shape)} vs {list(shapes[wrong[0]])}"
+        raise CheckpointError(f"{are} of another architecture: {len(wrong)} tensors, first {first}")
     return fitting
 
 
 def _fitted(positions: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
     """A position embedding (1, special + n, d) resized to the grid of `shape`, except for the CLS token's position.
-
-    Returned unchanged where widths or special tokens differ.
-    """
+    Returned unchanged where widths or special tokens differ."""
     counts = (positions.shape[1], shape[1])
     sides = [math.isqrt(count) for count in counts]
     special = [count - side**2 for count, side in zip(counts, sides, strict=True)]

@@ -43,11 +43,9 @@ _STAND_INS = (
 
 def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> layouts.Weights:
     """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
-    may be downloaded.
-
-    A run's heads and mask token are read from its checkpoints. asked: the network that the user names, if no file does.
-    All that is read from a run, a checkpoint or an export is verified. Raises CheckpointError for any other `source`.
-    """
+    may be downloaded. A run's heads and mask token are read from its checkpoints. asked: the network that the user
+    names, if no file does. All that is read from a run, a checkpoint or an export is verified. Raises CheckpointError
+    for any other `source`."""
     path = Path(os.path.expanduser(source))
     there = os.path.exists(path)  # also False for a name that no file can have
     base, _, tag = str(source).partition(".")
@@ -60,27 +58,21 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
         return _of_checkpoint(path, asked)
     if path.is_file() and is_checkpoint(path.parent):
         raise CheckpointError(f"{path} is a part of a checkpoint: give {path.parent}")
-    teacher = path / "teacher.safetensors"
+    teacher, about = path / "teacher.safetensors", path / "teacher.json"
     if (path / "config.yaml").is_file():
-        _check_teacher(path)
+        has_teacher, has_about = map(os.path.lexists, (teacher, about))
+        if not has_teacher and not has_about:
+            raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
+        instead = "bring it back, or give one of the run's checkpoints"
+        if not teacher.is_file():
+            raise CheckpointError(f"{teacher} is {'not a file' if has_teacher else 'missing'}: {instead}")
+        if not has_about:
+            raise CheckpointError(
+                f"{about} is missing, and it says what {teacher.name} is and how its images are prepared: {instead}"
+            )
     if not teacher.is_file():
         return read_weights(path, asked=asked)
     return _with_checkpoint(path, read_weights(teacher, asked=asked))
-
-
-def _check_teacher(run: Path) -> None:
-    """Raises CheckpointError where a run lacks its teacher or the JSON that describes it."""
-    weights, about = run / "teacher.safetensors", run / "teacher.json"
-    there = [os.path.lexists(file) for file in (weights, about)]
-    if not any(there):
-        raise CheckpointError(f"{run} is a run without a teacher yet: it is written with the first checkpoint")
-    instead = "bring it back, or give one of the run's checkpoints"
-    if not weights.is_file():
-        raise CheckpointError(f"{weights} is {'not a file' if there[0] else 'missing'}: {instead}")
-    if not there[1]:
-        raise CheckpointError(
-            f"{about} is missing, and it says what {weights.name} is and how its images are prepared: {instead}"
-        )
 
 
 @contextmanager
@@ -151,10 +143,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_of(run: Path) -> Path | None:
-    """The checkpoint that a run's teacher.safetensors was written with, or None if one of the two is missing.
-
-    Raises CheckpointError for a damaged teacher.json.
-    """
+    """The checkpoint that a run's teacher.safetensors was written with, or None if one of the two is missing. Raises
+    CheckpointError for a damaged teacher.json."""
     folder = _checkpoint_folder(run, sidecar.read_facts(run / "teacher.json").get("step"))
     return folder if folder is not None and folder.is_dir() else None
 
@@ -178,9 +168,7 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> layouts.Weights:
 
 def _with_checkpoint(run: Path, weights: layouts.Weights) -> layouts.Weights:
     """`weights` with the teacher's heads and mask token from their checkpoint, or with a note that it was removed.
-
-    Raises CheckpointError where that checkpoint is damaged.
-    """
+    Raises CheckpointError where that checkpoint is damaged."""
     folder = _checkpoint_folder(run, weights.about.get("step"))
     if folder is None:
         return weights
@@ -220,16 +208,14 @@ def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
 
 
 def read_weights(path: Path, asked: ForeignSpec | None = None) -> layouts.Weights:
-    """Read a file or a Hugging Face folder; of a checkpoint that holds teacher and student, the teacher.
-
-    asked: the network that the user names. Pickles are read as data only (`weights_only`). Raises CheckpointError for
-    anything but a network's weights, and where a file is not the one that the JSON next to it describes.
-    """
+    """Read a file or a Hugging Face folder; of a checkpoint that holds teacher and student, the teacher. asked: the
+    network that the user names. Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but
+    a network's weights, and where a file is not the one that the JSON next to it describes."""
     tensors, about = _read_folder(path) if path.is_dir() else read_file(path)
     if path.is_dir():
         about = sidecar.read_json(path / "config.json")
-    if not layouts.is_huggingface(tensors):
-        return network_weights(path, tensors, about, asked)
+    if not any(".attention.attention.query." in n or n.endswith(".attention.q_proj.weight") for n in tensors):
+        return network_weights(path, tensors, about, asked)  # not one of transformers' own ViTs
     with naming(path):
         activation, wanted = about.get("hidden_act", "gelu"), "silu" if about.get("use_gated_mlp") else "gelu"
         if activation != wanted and not about.get("use_swiglu_ffn"):  # no tensor shows it
@@ -248,34 +234,27 @@ def network_weights(
     path: Path, tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None
 ) -> layouts.Weights:
     """The network among the `tensors` of `path`, which `about` describes; `asked` as in `read_weights`. Raises
-    CheckpointError."""
-    with naming(path):
-        weights = _of_network(tensors, about, asked)
-    weights.check_numbers(path)
-    return weights
-
-
-def _of_network(tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None) -> layouts.Weights:
-    """The weights of a ViT, else of another network. Raises CheckpointError that says why they are not a ViT's."""
+    CheckpointError that says why they are not a ViT's."""
     is_said_to_be_other = asked is not None or "backbone" in about
-    other = other_network(tensors, about, asked) if is_said_to_be_other else None
-    if other is None:
+    with naming(path):
+        weights = other_network(tensors, about, asked) if is_said_to_be_other else None
         try:
-            return _of_vit(tensors, about)
+            weights = weights or _of_vit(tensors, about)
         except CheckpointError:
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
                 raise CheckpointError(f"it is {known}: its tensors are {layouts.few(sorted(tensors))}") from None
-            other = None if is_said_to_be_other else other_network(tensors, about, asked)
-            if other is None:
+            weights = None if is_said_to_be_other else other_network(tensors, about, asked)
+            if weights is None:
                 raise
-    return other
+    weights.check_numbers(path)
+    return weights
 
 
 def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> layouts.Weights:
     network = layouts.split_network(tensors)
     kind, backbone, notes = network.kind, network.backbone, network.notes
-    if layouts.is_dinov3(backbone):
+    if backbone.keys() & {"storage_tokens", layouts.PERIODS}:
         kind, (backbone, facts, more) = "dinov3", layouts.from_dinov3(backbone)
         about, notes = about | facts, [*notes, *more]
     backbone, local_norm = layouts.split_local_norm(layouts.checked(backbone))
@@ -291,28 +270,19 @@ def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> layouts.Weight
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     """Facts on the network from config.json of a timm folder (timm's own, or by `dino-ds export RUN --format timm`)."""
     name, arguments = config["architecture"], config.get("model_args")
-    heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
+    arguments = arguments if isinstance(arguments, dict) else {}
+    heads = arguments.get("num_heads")
     if heads is None and name in VITS:
         heads = VITS[name].heads
     if not isinstance(heads, int | None):
         raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
     about = {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
     about |= {key: config[key] for key in ("value_range",) if key in config}
-    return about | _rope_of_timm_config(config) | sidecar.timm_statistics(config.get("pretrained_cfg"))
-
-
-def _rope_of_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Facts of a ViT with rotary positions that its tensors do not show, under Hugging Face's names."""
-    known = VITS.get(config["architecture"])
-    if known is None or known.rope is None:
-        return {}
-    arguments = config["model_args"] if isinstance(config.get("model_args"), dict) else {}
-    facts = {
-        "image_size": sidecar.timm_side(config, arguments),
-        "rope_theta": arguments.get("rope_temperature"),
-        "layer_norm_eps": known.norm_eps,
-    }
-    return {key: value for key, value in facts.items() if value is not None}
+    if name in VITS and VITS[name].rope is not None:  # what its tensors do not show, under Hugging Face's names
+        side, base = sidecar.timm_side(config, arguments), arguments.get("rope_temperature")
+        facts = {"image_size": side, "rope_theta": base, "layer_norm_eps": VITS[name].norm_eps}
+        about |= {key: value for key, value in facts.items() if value is not None}
+    return about | sidecar.timm_statistics(config.get("pretrained_cfg"))
 
 
 def _read_folder(folder: Path) -> Content:
@@ -341,18 +311,14 @@ def read_file(path: Path) -> Content:
         if placeholder := find_placeholder(str(path)):
             raise CheckpointError(f"{path} is {placeholder}")
         facts = sidecar.read_sidecar(path)
-        tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+        try:
+            tensors = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else _read_torch(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
         if path.is_file() and os.path.samestat(path.stat(), verified):
             return tensors, facts
         # else a running process has replaced the file between the two readings
     raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 class _Settings:
@@ -363,24 +329,11 @@ class _Settings:
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of the teacher in a torch file.
-
-    Raises CheckpointError for other files, and for files that hold more than data.
-    """
-    content = _load_torch(path)
-    for key in ("teacher", "model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
-        keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} holds no weights of a teacher: it is {keys}")
-    return {str(name): tensor for name, tensor in content.items()}
-
-
-def _load_torch(path: Path) -> Any:
+    """The tensors of the teacher in a torch file. Raises CheckpointError for other files, and for files that hold more
+    than data."""
     try:
         with torch.serialization.safe_globals([(_Settings, name) for name in _STAND_INS]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its reader meets
         if refused := re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error)):
             raise CheckpointError(
@@ -391,3 +344,10 @@ def _load_torch(path: Path) -> Any:
         reason = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2]
         reason = f"{type(error).__name__}: {one_line(reason)}"
         raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
+    for key in ("teacher", "model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+        keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} holds no weights of a teacher: it is {keys}")
+    return {str(name): tensor for name, tensor in content.items()}

@@ -16,22 +16,14 @@ from pydantic import ValidationError
 from dino_ds.basics.files import FORMAT, check_format, discard, is_gone, read_object, replace_file, replacing
 from dino_ds.basics.formatting import range_text
 from dino_ds.basics.names import sidecar_of
+from dino_ds.checkpoint import manifest as manifests
 from dino_ds.checkpoint.folder import find_damage
-from dino_ds.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    SavedCheckpoint,
-    check_present,
-    checksum,
-    content_sum,
-    read_manifest,
-)
+from dino_ds.checkpoint.manifest import FileRecord, Manifest, SavedCheckpoint, checksum, content_sum
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import ENVIRONMENT, read_run_id
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import USUAL_CHANNELS, Normalization
 from dino_ds.errors import CheckpointError, one_line
-from dino_ds.models.specs.base import BackboneSpec
 
 _MOST = 1e3
 """Largest mean and deviation, where black is 0 and white 1; the least deviation is its inverse square."""
@@ -41,16 +33,12 @@ _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of the other keys; description of the file that
 is being replaced."""
 Facts = dict[str, Any]
-_SETTLED_SECONDS = 2.0
-"""File systems have coarse clocks: a second change soon after the first may leave a file's times as they are."""
 _known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
 def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None], facts: Facts) -> None:
     """Replace a file of weights by the one that `write` makes at a path, and its sidecar by `facts`. Raises OSError.
-
-    `write` returns length and CRC32 of what it has written if it knows them.
-    """
+    `write` returns length and CRC32 of what it has written if it knows them."""
     sidecar, before = sidecar_of(weights), _description_of(weights)
     try:
         with replacing(weights) as temporary:
@@ -158,33 +146,27 @@ def about_teacher(
 ) -> dict[str, Any]:
     """Content of teacher.json: how the teacher was made, `distilled` from what, and how timm builds its model."""
     arch, known, normalization = recipe.model.spec(), recipe.data.known_range, Normalization.of(recipe)
+    backbone, size = recipe.model.backbone, recipe.crops.global_size
+    built: dict[str, Any] = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
+    if (timm := arch.timm_model(backbone, size)) is None:
+        built = {"image_size": size, **built}
+    else:
+        name, arguments = timm[0], timm[1] | {"num_classes": 0}
+        written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        load = f"model = timm.create_model({name!r}, {written}); "
+        load += "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))"
+        built |= {"load": load, "timm_name": name, "timm_arguments": arguments}
     return {
         **({"value_range": list(known)} if known else {}),
         "mean": list(normalization.mean),
         "std": list(normalization.std),
-        **_timm(recipe, arch),
+        **built,
         "pos_embed_interpolation": recipe.model.pos_embed_interpolation,
         **({"distilled_from": dict(distilled)} if distilled else {}),
         "step": step,
         "images": step * recipe.data.global_batch,
         "architecture": dict(vars(arch)),
         "versions": dict(versions),
-    }
-
-
-def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
-    backbone, size = recipe.model.backbone, recipe.crops.global_size
-    facts = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
-    known = arch.timm_model(backbone, size)
-    if known is None:
-        return {"image_size": size, **facts}
-    name, arguments = known[0], known[1] | {"num_classes": 0}
-    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return facts | {
-        "load": f"model = timm.create_model({name!r}, {written}); "
-        "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
-        "timm_name": name,
-        "timm_arguments": arguments,
     }
 
 
@@ -204,10 +186,10 @@ def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
     a run must belong to that run. Raises CheckpointError."""
     run = folder.absolute().parent.parent
     try:
-        manifest = read_manifest(folder)
+        manifest = manifests.read_manifest(folder)
         if folder.absolute().parent.name == "checkpoints" and read_run_id(run) not in (None, manifest.run_id):
             raise CheckpointError(f"checkpoint {folder} is of another run than {run / ENVIRONMENT} says")
-        check_present(folder, manifest)
+        manifests.check_present(folder, manifest)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None
     names = [name for name in sorted(manifest.files) if name.startswith(only)]
@@ -224,7 +206,9 @@ def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes:
     if key in _known_sums:
         return _known_sums[key]
     record = checksum(path, progress)
-    if time.time() - at.st_ctime > _SETTLED_SECONDS:
+    if (
+        time.time() - at.st_ctime > 2
+    ):  # by a coarse clock, a second change soon after may leave a file's times as they are
         _known_sums[key] = record
     return record
 
@@ -243,10 +227,8 @@ def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
 
 
 def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
-    """Mean and deviation as the file next to the weights states them, None if it does not.
-
-    A single number holds for all channels. Raises CheckpointError unless there is a number per channel, and for
-    deviations that are not positive.
+    """Mean and deviation as the file next to the weights states them, None if it does not. A single number holds for
+    all channels. Raises CheckpointError unless there is a number per channel, and for deviations that are not positive.
     """
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
@@ -295,10 +277,8 @@ def notes_on_range(trained_on: ValueRange | None, ours: ValueRange | None) -> li
 
 
 def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Mean and standard deviation of a Hugging Face image processor, {} if it has none, and notes on them.
-
-    Raises CheckpointError for a processor that does not scale pixels to [0, 1] and then normalize them.
-    """
+    """Mean and standard deviation of a Hugging Face image processor, {} if it has none, and notes on them. Raises
+    CheckpointError for a processor that does not scale pixels to [0, 1] and then normalize them."""
     if not processor:
         return {}, []
     wanted = {"do_rescale": True, "do_normalize": True, "rescale_offset": False, "rescale_factor": 1 / 255}

@@ -36,14 +36,12 @@ _PATCHES = "patch_embed.proj.weight"
 
 
 def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = None) -> Recipe:
-    """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
-
-    It replaces the recipe's numbers, except for heads that the weights do not state, and channels that the recipe sets:
+    """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from. It
+    replaces the recipe's numbers, except for heads that the weights do not state, and channels that the recipe sets:
     the weights are adapted to them. Crop sizes that nobody has set follow the weights' native images, and positions are
     resized as in their project; `notes` gets a line on sizes that are not the defaults. A run that exists and began
     with the same weights has all this in its config.yaml: their file may be gone. Raises CheckpointError for a network
-    that dino_ds does not build, ConfigError where the recipe does not fit it.
-    """
+    that dino_ds does not build, ConfigError where the recipe does not fit it."""
     model = recipe.model
     assert model.init_from is not None
     path = Path(run_dir or "", "config.yaml")
@@ -60,41 +58,35 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
             )
     with naming(f"model.init_from {model.init_from}"):
         weights = find_weights(model.init_from)
-        if weights.spec is not None:
-            sizes = _sizes_for(recipe.crops, weights.image_size, weights.spec.side_multiple)
-            return _changed(recipe, _flags_for_other(weights.spec, model), sizes, notes)
+        if (spec := weights.spec) is not None:
+            return _changed(recipe, _flags_for_other(spec, model), weights.image_size, spec.side_multiple, notes)
         description = describe(weights, model.heads)
         arch = replace(description.arch, in_chans=_channels_for(model, description.arch))
     flags = flags_for(arch, model)
     if flags is None:
         raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")
     flags |= _resizing_for(model, description.interpolation) if arch.rope is None else {}
-    return _changed(recipe, flags, _sizes_for(recipe.crops, description.image_size, arch.side_multiple), notes)
+    return _changed(recipe, flags, description.image_size, arch.side_multiple, notes)
 
 
-def _changed(recipe: Recipe, flags: dict[str, str], sizes: dict[str, str], notes: list[str] | None) -> Recipe:
-    """`recipe` with these flags and crop sizes; adds a note on sizes that are not the defaults."""
-    usual = CropsSection()
-    if notes is not None and any(value != str(getattr(usual, key.split(".")[1])) for key, value in sizes.items()):
-        said = " and ".join(f"{key} {value}" for key, value in sizes.items())
+def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes: list[str] | None) -> Recipe:
+    """`recipe` with these flags, and crop sizes, where none are set, for weights of images of `side` pixels: the
+    defaults, unless these are too large or not multiples of the patch; adds a note on sizes that are not the defaults.
+    """
+    usual, missing = CropsSection(), _sizes_not_given(recipe.crops)
+    large = min(usual.global_size, side) if "global_size" in missing else recipe.crops.global_size
+    fitting = zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True)
+    sizes = {key: size for key, size in fitting if key in missing}
+    if notes is not None and any(size != getattr(usual, key) for key, size in sizes.items()):
+        said = " and ".join(f"crops.{key} {size}" for key, size in sizes.items())
         notes.append(f"{said}, for the images and patches that model.init_from {recipe.model.init_from} knows")
-    return change_recipe(recipe, flags | sizes)
+    return change_recipe(recipe, flags | {f"crops.{key}": str(size) for key, size in sizes.items()})
 
 
 def _sizes_not_given(crops: CropsSection) -> list[str]:
     """Keys of the crop sizes that neither the recipe nor the command line sets."""
     set_keys = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
     return [key for key in ("global_size", "local_size") if key not in set_keys]
-
-
-def _sizes_for(crops: CropsSection, side: int, patch: int) -> dict[str, str]:
-    """Values of the crop sizes that are not set, for weights of images of `side` pixels: the defaults, unless these are
-    too large or not multiples of the patch."""
-    missing = _sizes_not_given(crops)
-    usual = CropsSection().global_size
-    large = min(usual, side) if "global_size" in missing else crops.global_size
-    sizes = dict(zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True))
-    return {f"crops.{key}": str(sizes[key]) for key in missing}
 
 
 def _channels_for(model: ModelSection, source: BackboneSpec) -> int:
@@ -138,15 +130,6 @@ def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
     return min(candidates, key=len, default=None)
 
 
-def differences(source: ViTSpec, ours: ViTSpec) -> list[str]:
-    """The differences of the weights' network from ours, such as "depth 4, not 2"."""
-    stated, wanted = _traits(source), _traits(ours)
-    differ = [name for name in stated if name in wanted and stated[name] != wanted[name]]
-    if len(differ) > 1 and "MLP outputs" in differ:  # they follow from the others
-        differ.remove("MLP outputs")
-    return [f"{name} {stated[name]}, not {wanted[name]}" for name in differ]
-
-
 def _traits(arch: ViTSpec) -> dict[str, object]:
     """The numbers and parts in which architectures differ, by name, except for channels."""
     rotary = ("rope_base", "rope_min_period", "rope_max_period", "qkv_bias", "rms_norm", "cls_norm")
@@ -161,17 +144,19 @@ def not_built(arch: ViTSpec) -> str:
 
 def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
     """Find the weights of `model.init_from`, adapted to the channels of `model`; their notes say how, what files do not
-    state, and what differs in this run.
-
-    value_range: of this run's images deeper than 8 bits. Raises CheckpointError, naming flags that would fit, if the
-    weights have another architecture than `model`.
-    """
+    state, and what differs in this run. value_range: of this run's images deeper than 8 bits. Raises CheckpointError,
+    naming flags that would fit, if the weights have another architecture than `model`."""
     ours, weights = model.spec(), read_start(model)
     with naming(f"model.init_from {model.init_from}"):
         if isinstance(ours, ViTSpec) and weights.spec is None:
             weights, notes = _fit_vit(weights, model, ours)
+        elif weights.spec is None or weights.spec.title != ours.title:
+            name = "Vision Transformer" if weights.spec is None else weights.spec.title
+            flag = FROM_SOURCE if weights.spec is None else name
+            raise CheckpointError(f"it is a {name}, not a {ours.title}; start with --model.backbone {flag}")
         else:
-            notes = _notes_on_other(weights, ours)
+            made_with = f"it was made with model.arguments {weights.spec.arguments}, this run's are {ours.arguments}"
+            notes = [made_with] if weights.spec.arguments != ours.arguments else []
         notes = [*weights.notes, *notes, *notes_on_mean(weights.about, channels_of(weights))]
         if weights.kind == "dino_ds" or "mean" in weights.about:
             notes += notes_on_range(range_of(weights.about), value_range)
@@ -196,11 +181,15 @@ def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weig
         weights = replace(weights, backbone=backbone)
     description = describe(weights, ours.heads)
     source = replace(description.arch, in_chans=ours.in_chans)  # adapted later
-    if other := differences(source, ours):
+    stated, wanted = _traits(source), _traits(ours)
+    if differ := [name for name in stated if name in wanted and stated[name] != wanted[name]]:
+        if len(differ) > 1 and "MLP outputs" in differ:  # they follow from the others
+            differ.remove("MLP outputs")
+        others = ", ".join(f"{name} {stated[name]}, not {wanted[name]}" for name in differ)
         flags = flags_for(source, model)
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
         advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(source)
-        raise CheckpointError(f"it is of another architecture: it has {', '.join(other)}; {advice}")
+        raise CheckpointError(f"it is of another architecture: it has {others}; {advice}")
     if not description.heads_stated:
         notes.append(f"no file says how many attention heads it has: {ours.heads} are assumed, as in this model")
     if description.arch.norm_eps != ours.norm_eps:
@@ -213,24 +202,10 @@ def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weig
     return weights, notes
 
 
-def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
-    """Notes for a network that is not one of our ViTs. Raises CheckpointError if the weights are of another network."""
-    source = weights.spec
-    if source is None or source.title != ours.title:
-        name, flag = ("Vision Transformer", FROM_SOURCE) if source is None else (source.title, source.title)
-        raise CheckpointError(f"it is a {name}, not a {ours.title}; start with --model.backbone {flag}")
-    if source.arguments == ours.arguments:
-        return []
-    return [f"it was made with model.arguments {source.arguments}, this run's are {ours.arguments}"]
-
-
 class InitialWeights:
     """A `Placer` that copies the tensors of `weights`, buffers too, over the initial ones, then hands the module on to
-    `placer`.
-
-    The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. If a
-    head has other shapes or `weights` lack the mask token, the run's own stays as initialized.
-    """
+    `placer`. The backbone must match tensor by tensor; a position embedding of another size is resized as the network
+    does. If a head has other shapes or `weights` lack the mask token, the run's own stays as initialized."""
 
     def __init__(self, network: Network, weights: Weights, source: str, placer: Placer, interpolation: str) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
@@ -283,26 +258,20 @@ class InitialWeights:
             self._said.append("it has no mask token: our own starts at zero")
         elif weights.mask_token is not None:
             self._said.append("its mask token is left out: this run hides no patches")
-        tensors |= self._fit_local_norm(local_norm, shapes)
+        wanted = [name for name in shapes if name.startswith(f"backbone.{LOCAL_NORM}")]
+        if wanted and local_norm:
+            tensors |= {f"backbone.{name}": tensor for name, tensor in local_norm.items()}
+        elif wanted:
+            self._said.append("it has no norm for CLS tokens of local crops: our own starts anew")
+            shapes = {name: shape for name, shape in shapes.items() if name not in wanted}
+        elif local_norm:
+            self._said.append("its norm for CLS tokens of local crops is left out")
         start = f"model.init_from {self._source}"
         fitting = fit_tensors(tensors, shapes, interpolation, f"{start} lacks", f"{start} is")
         positions = "backbone.pos_embed"
         if positions in fitting and fitting[positions].shape != tensors[positions].shape:
             self._said.append(f"position embedding resized to {shapes[positions][1]} places")
         return fitting
-
-    def _fit_local_norm(self, local_norm: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The norm of local crops' CLS tokens, if both networks have one; else their names leave `shapes`."""
-        wanted = [name for name in shapes if name.startswith(f"backbone.{LOCAL_NORM}")]
-        if wanted and local_norm:
-            return {f"backbone.{name}": tensor for name, tensor in local_norm.items()}
-        for name in wanted:
-            del shapes[name]
-        if wanted:
-            self._said.append("it has no norm for CLS tokens of local crops: our own starts anew")
-        elif local_norm:
-            self._said.append("its norm for CLS tokens of local crops is left out")
-        return {}
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
@@ -325,41 +294,33 @@ def channels_of(weights: Weights) -> int:
 
 def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
     """Adapt the weights of a backbone to images of `channels` channels; returns them, and a text on how this was done.
-
     A gray image, which is equal in all channels, keeps its features, unless a network other than our ViTs standardizes
     its weights. Raises CheckpointError where a tensor other than a convolution's weight depends on the number of
-    channels.
-    """
+    channels."""
     before, spec = channels_of(weights), weights.spec
     if before < 1:
         raise CheckpointError(f"its {_PATCHES} is for images without channels")
     names = [_PATCHES] if spec is None else first_convolutions(spec, channels, weights.image_size)
-    convolutions = {name: tensor for name in names if (tensor := weights.backbone.get(name)) is not None}
-    convolutions = {
-        name: tensor for name, tensor in convolutions.items() if tensor.ndim == 4 and tensor.shape[1] == before
-    }
-    backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in convolutions.items()}
+    backbone = dict(weights.backbone)
+    for name in names:
+        if name in backbone and backbone[name].ndim == 4 and backbone[name].shape[1] == before:
+            backbone[name] = adapt_convolution(backbone[name], channels)
     adapted = replace(weights, backbone=backbone, spec=None if spec is None else _with_channels(spec, channels))
-    return adapted, _adaptation_note(names, before, channels, spec is None)
-
-
-def _adaptation_note(names: list[str], before: int, channels: int, is_vit: bool) -> str:
     how = f"they repeat the {before} in order, each divided by the number of its copies"
     if channels < before:
         how = f"each is the sum of the {before}, divided by {channels}" if channels > 1 else f"the sum of the {before}"
     how = f"its channels are adapted from {before} to {channels} ({', '.join(names)}): {how}"
     if not names:
         how = f"it was made for {before} channels, and none of its tensors depends on their number"
-    return f"{how}; gray images keep their features{'' if is_vit else ' unless it standardizes its weights'}"
+    unless = "" if spec is None else " unless it standardizes its weights"
+    return adapted, f"{how}; gray images keep their features{unless}"
 
 
 def adapt_convolution(weight: Tensor, channels: int) -> Tensor:
-    """A convolution's weight (outputs, c, h, w) for images of `channels` channels instead of c, in FP32.
-
-    More channels repeat the c in order, each divided by the number of its copies; fewer channels are each the sum of
-    the c, divided by their number. The sum over channels, by which a gray image is multiplied, stays. For one channel
-    and multiples of c this is timm's `adapt_input_conv`, which else divides by channels / c and changes the sum.
-    """
+    """A convolution's weight (outputs, c, h, w) for images of `channels` channels instead of c, in FP32. More channels
+    repeat the c in order, each divided by the number of its copies; fewer channels are each the sum of the c, divided
+    by their number. The sum over channels, by which a gray image is multiplied, stays. For one channel and multiples of
+    c this is timm's `adapt_input_conv`, which else divides by channels / c and changes the sum."""
     weight, before = weight.float(), weight.shape[1]
     if channels < before:
         return weight.sum(1, keepdim=True).repeat(1, channels, 1, 1) / channels
@@ -368,10 +329,8 @@ def adapt_convolution(weight: Tensor, channels: int) -> Tensor:
 
 
 def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> list[str]:
-    """Names of the convolutions' weights whose shape depends on the number of channels of the images.
-
-    timm's `first_conv` names them for its own models; this finds them in a user's class too.
-    """
+    """Names of the convolutions' weights whose shape depends on the number of channels of the images. timm's
+    `first_conv` names them for its own models; this finds them in a user's class too."""
     try:
         before, after = (tensor_shapes(kind, image_size) for kind in (spec, _with_channels(spec, channels)))
     except ConfigError as error:

@@ -20,7 +20,7 @@ from dino_ds.costs import step_costs
 from dino_ds.costs.memory import bucket_bytes, estimate_memory, gradient_bytes, state_bytes
 from dino_ds.costs.rehearse import FORMULAS, _inputs
 from dino_ds.costs.step_costs import StudentFacts, count_parameters, frozen_spec, mean_flops, model_flops, student_facts
-from dino_ds.data.masks import synthetic_masks
+from dino_ds.data.multicrop import synthetic_masks
 from dino_ds.engine.optim import build_optimizer, parameter_groups
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import NotEstimated

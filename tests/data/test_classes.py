@@ -78,9 +78,8 @@ def test_files_of_one_pattern(tmp_path, form):
     for name, classes in SETS.items():
         FORMS[kind](tmp_path / name, classes)
     with serving(tmp_path) as server:
-        source = open_files(
-            f"{server.url if remote else tmp_path}/{PATTERNS[kind].replace('*', '0' if remote else '*')}"
-        )
+        place = f"{server.url}/{PATTERNS[kind].replace('*', '0')}" if remote else f"{tmp_path}/{PATTERNS[kind]}"
+        source = open_files(place)
         assert colors(source) == WANTED
     if not remote:  # what is written for others: rows of embed, lists of curate
         names = [WANTED[red] for red in reds(source)]
@@ -96,19 +95,16 @@ def test_parts_of_a_mixture_and_training_and_test_images(tmp_path, one, other):
     assert colors(mixture) == WANTED
     assert not mixture.notes
     test = FORMS[other](tmp_path / "test", ["owl", "cat"])
-    context = EvalContext(
-        Colors(), Settings(workers=0), torch.device("cpu"), lambda: (mixture, read(test)), progress=False
-    )
+    how = Settings(workers=0), torch.device("cpu"), lambda: (mixture, read(test))
+    context = EvalContext(Colors(), *how, progress=False)
     names = [mixture.classes[label] for label in context.test.labels.tolist()]
     assert names == [WANTED[red] for red in reds(read(test))]
 
 
 def test_two_classes_of_one_name_stay_two():
-    assert join_classes([["crane", "dog", "crane"], ["crane", "crane"]])[0] == ["crane", "dog", "crane"]
-    assert [numbers.tolist() for numbers in join_classes([["crane", "dog", "crane"], ["crane", "crane"]])[1]] == [
-        [0, 1, 2, -1],
-        [0, 2, -1],
-    ]
+    classes, numbers = join_classes([["crane", "dog", "crane"], ["crane", "crane"]])
+    assert classes == ["crane", "dog", "crane"]
+    assert [one.tolist() for one in numbers] == [[0, 1, 2, -1], [0, 2, -1]]
 
 
 @pytest.mark.parametrize("form", ["tar", "Parquet", "HDF5"])

@@ -88,11 +88,6 @@ def _linked_files(link):
     return make
 
 
-def _linked_folder(home: Path) -> Path:
-    (home / "b").symlink_to(home / "a")
-    return home / "b"
-
-
 def _archive(form: str, link):
     def make(home: Path) -> Path:
         shutil.rmtree(home / "a")
@@ -115,7 +110,7 @@ def _archive(form: str, link):
 SECOND_NAMES = {
     "links of files": _linked_files(lambda path, link: link.symlink_to(path)),
     "hard links": _linked_files(os.link),
-    "a link of the folder": _linked_folder,
+    "a link of the folder": lambda home: (home / "b").symlink_to(home / "a") or home / "b",
     "a detour": lambda home: home / "c/../a",
     "tar": _archive("tar", os.link),
     "parquet": _archive("parquet", os.link),

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -32,15 +33,15 @@ CROPS = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 1), "low_res")
 MIB = 2**20
 
 
-def _pixels(seed, *shape, high=256, dtype=np.uint8):
-    return np.random.default_rng(seed).integers(0, high, shape, dtype=dtype)
+def _pixels(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def _images(folder, count, *shape, ending="png", **how):
+def _images(folder, count, *shape, ending="png"):
     """A folder of images of random pixels of this shape."""
     folder.mkdir(exist_ok=True)
     for number in range(count):
-        Image.fromarray(_pixels(number, *shape, **how)).save(folder / f"{number:02d}.{ending}")
+        Image.fromarray(_pixels(number, *shape)).save(folder / f"{number:02d}.{ending}")
     return ImageFolder(str(folder))
 
 
@@ -62,11 +63,8 @@ def root(tmp_path):
 
 def _batches(source, cache, count=3, epochs=2, **options):
     given = {"global_batch": count, "micro_batch": count, "max_pixels": 10**6, "cache": cache, **options}
-    loader = Loader(source, CROPS, LoaderOptions(**given), Position())
-    try:
+    with closing(Loader(source, CROPS, LoaderOptions(**given), Position())) as loader:
         return list(islice(loader, epochs * len(source) // count))
-    finally:
-        loader.close()
 
 
 def _assert_same(some, others):
@@ -107,23 +105,18 @@ def test_it_keeps_to_its_size_and_says_once_that_it_is_full(tmp_path):
     assert sum(cache.get(index) is not None for index in range(6)) == 2
     assert os.fstat(cache._fd).st_size == size <= 3000 + 64 + 8 * 8
     assert cache.take_note() is None  # the loader had it
-    loader = Loader(
-        source, CROPS, LoaderOptions(global_batch=6, micro_batch=6, cache=ImageCache.create(6, 0)), Position()
-    )
-    list(islice(loader, 2))
-    loader.close()
+    options = LoaderOptions(global_batch=6, micro_batch=6, cache=ImageCache.create(6, 0))
+    with closing(Loader(source, CROPS, options, Position())) as loader:
+        list(islice(loader, 2))
     assert loader.notes == ["data.cache_gib is full with 0 of 6 images; the others are decoded in every epoch"]
 
 
 def _die_in(cache, pipe):
+    cache = cache or ImageCache.create(1, MIB)
     cache.put(0, _pixels(0, 4, 4, 3), False)
     fcntl.lockf(cache._fd, fcntl.LOCK_EX)
     pipe.send(cache.address)
     signal.pause()
-
-
-def _die_alone(pipe):
-    _die_in(ImageCache.create(1, MIB), pipe)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -132,7 +125,7 @@ def test_a_killed_process_leaves_no_memory_and_no_lock(shared):
     cache = ImageCache.create(2, MIB)
     ours, theirs = multiprocessing.Pipe()
     fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=_die_in if shared else _die_alone, args=(cache, theirs) if shared else (theirs,))
+    child = fork.Process(target=_die_in, args=(cache if shared else None, theirs))
     child.start()
     address = ours.recv()
     child.kill()

@@ -15,11 +15,10 @@ import torch
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
-from dino_ds.data import masks as masks_module
+from dino_ds.data import multicrop as masks_module
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import DevicePrefetcher, Loader
-from dino_ds.data.masks import MaskOptions, add_block, draw_mask, with_rows
-from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.multicrop import MaskOptions, MultiCrop, add_block, draw_mask, with_rows
 from tests.data.test_loader import CROPS, START, Noise
 from tests.reference_v2 import golden_v2, golden_v2_meta
 

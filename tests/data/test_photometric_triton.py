@@ -37,18 +37,14 @@ def interpreted():
     return augment
 
 
-def fused(kernels, some, views, normalize):
-    n, height, width, channels = some.shape
-    out = torch.empty(n, channels, height, width)
-    scale = 1 / 255 if some.dtype == torch.uint8 else 1.0
-    kernels(some, AugmentationParams.build(views, channels).table, scale, normalize, out)
-    return out
-
-
 def assert_same(kernels, some, views):
-    normalize = torch.stack([torch.linspace(-2, 0, some.shape[3]), torch.linspace(2, 5, some.shape[3])])
-    expected = augment(some, [AugmentationParams.build(views, some.shape[3])], normalize)
-    torch.testing.assert_close(fused(kernels, some, views, normalize), expected, rtol=0, atol=1e-5)
+    channels = some.shape[3]
+    normalize = torch.stack([torch.linspace(-2, 0, channels), torch.linspace(2, 5, channels)])
+    params = AugmentationParams.build(views, channels)
+    expected = augment(some, [params], normalize)
+    out = torch.empty_like(expected)
+    kernels(some, params.table, 1 / 255 if some.dtype == torch.uint8 else 1.0, normalize, out)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 def drawn(count, seed):
@@ -60,10 +56,8 @@ def drawn(count, seed):
 @pytest.mark.slow
 def test_kernels_give_what_torch_s_operators_give(interpreted):
     views = drawn(4, seed=5)
-    for drawn_values in zip(
-        *((view.flip, view.gray, view.solarize, bool(view.blur_radius)) for view in views), strict=True
-    ):
-        assert set(drawn_values) == {True, False}
+    for is_drawn in ("flip", "gray", "solarize", "blur_radius"):
+        assert {bool(getattr(view, is_drawn)) for view in views} == {True, False}
     assert {len(view.jitter) for view in views} == {0, 4}
     assert_same(interpreted, crops(len(views), 24), views)
 
@@ -96,7 +90,6 @@ def test_other_channels_and_float_crops(interpreted, channels):
 def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(interpreted):
     arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))
     assert photometric.kernel_difference(interpreted, *arguments) < 1e-5
-
     assert photometric.kernel_difference(lambda some, table, scale, normalize, out: out.fill_(1), *arguments) > 0.1
 
 
@@ -113,8 +106,7 @@ def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch, capability,
 
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     types = {"crops": crops, **dict.fromkeys(("table", "sums", "out", "source", "target", "normalize"), "*fp32")}
-    types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
-    types |= {"scale": "fp32"}
+    types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32") | {"scale": "fp32"}
     constants = {"CHANNELS": channels, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": channels == 3}
     for kernel in (kernels.sum_gray, kernels.color, kernels.blur):
         names = kernel.arg_names

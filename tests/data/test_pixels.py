@@ -325,7 +325,7 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
         raise MemoryError
 
     data = encoded(photo(8, 8), "PNG")
-    monkeypatch.setattr(decode, "to_rgb", fail)
+    monkeypatch.setattr(decode.images, "to_rgb", fail)
     with pytest.raises(UnreadableImage, match="too large for the memory"):
         decode_rgb(data, "file", LIMIT)
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
@@ -374,9 +374,7 @@ def test_pixels_are_those_of_the_plain_file(case):
 
 
 def test_the_orientation_outlives_other_metadata():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = encoded(SMALL_PHOTO, "PNG", exif=exif)
+    data = encoded(SMALL_PHOTO, "PNG", exif=exif(6))
     expected = EncodedImage(data, "file", 10**6).decode()
     assert expected.shape[:2] == SMALL_PHOTO.size
     data = data[:33] + text(b"iCCP", LARGE) + data[33:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, draw_resolution
-from dino_ds.data.masks import with_rows
-from dino_ds.data.multicrop import MultiCrop, to_tensor
+from dino_ds.data.multicrop import MultiCrop, to_tensor, with_rows
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.errors import ConfigError
-from tests.data.test_loader import BOTH, CROPS, START, Noise
+from tests.data.test_loader import BOTH, START, Noise
 
 IMAGES, GLOBAL = 34, 8
 WORDS = "32/16:0.3,48/16:0.5,64/32:0.2"
@@ -35,11 +33,8 @@ def recipe_of(words: str = WORDS, **more: str) -> Recipe:
 def batches(count: int, micro: int = GLOBAL, rank: int = 0, world: int = 1, workers: int = 0, start=START):
     recipe = recipe_of()
     options = LoaderOptions.of(recipe, micro_batch=micro, rank=rank, world_size=world, workers=workers)
-    loader = Loader(Noise(IMAGES, side=80), MultiCrop.of(recipe), options, start)
-    try:
+    with closing(Loader(Noise(IMAGES, side=80), MultiCrop.of(recipe), options, start)) as loader:
         return list(itertools.islice(loader, count))
-    finally:
-        loader.close()
 
 
 def side(batch: LoaderBatch) -> int:
@@ -135,14 +130,10 @@ def test_refused_in_one_line(words, more, message):
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
-GROUPS = (*CROPS.groups, GRAM)
-
-
 @BOTH
 def test_a_group_without_augmentation_is_cut_and_flipped_only(augment):
-    group, source = replace(GRAM, count=1, size=12, scale=(1.0, 1.0)), Noise(8)
-    crops = MultiCrop([group], "low_res")
+    gram, source = CropGroup("gram", 1, 12, (1.0, 1.0), teachers=("ema",), student=False, augmented=False), Noise(8)
+    crops = MultiCrop([gram], "low_res")
     with closing(Loader(source, crops, LoaderOptions(global_batch=8, micro_batch=8, augment=augment), START)) as loader:
         batch = next(DevicePrefetcher(loader, torch.device("cpu")))
     [found], whole = batch.crops["gram"], 0

@@ -14,7 +14,7 @@ from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.feed import Batch
-from dino_ds.data.masks import MaskOptions, draw_masks
+from dino_ds.data.multicrop import MaskOptions, draw_masks
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import ONE_RATE, OptimizerOptions

@@ -1,5 +1,5 @@
 """The networks of facebookresearch/dino and dinov2 in short: their modules' names, and their arithmetic as published;
-and how features of theirs and ours are compared.
+how features of theirs and ours are compared; and a folder of Hugging Face's own, as transformers writes it.
 
 Sources: dino `vision_transformer.py` (VisionTransformer, DINOHead); dinov2 `models/vision_transformer.py` with its
 layers Mlp, SwiGLUFFN and LayerScale, and how its `hub/backbones.py` builds the released ones.
@@ -7,9 +7,14 @@ layers Mlp, SwiGLUFFN and LayerScale, and how its `hub/backbones.py` builds the 
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import warnings
+from collections import OrderedDict
+from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,13 +35,8 @@ class Attention(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).reshape(b, n, d))
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(OrderedDict(fc1=nn.Linear(width, 4 * width), act=nn.GELU(), fc2=nn.Linear(4 * width, width)))
 
 
 class SwiGlu(nn.Module):
@@ -63,7 +63,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, scaled: bool, swiglu: bool) -> None:
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads)
-        self.norm2, self.mlp = nn.LayerNorm(width, eps=1e-6), SwiGlu(width) if swiglu else Mlp(width)
+        self.norm2, self.mlp = nn.LayerNorm(width, eps=1e-6), SwiGlu(width) if swiglu else mlp(width)
         self.ls1, self.ls2 = (LayerScale(width) if scaled else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,46 +71,20 @@ class Block(nn.Module):
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, patch: int, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)
-
-
 class Original(nn.Module):
-    """dino's ViT, or with `v2` dinov2's; `chunks` as its training has them in checkpoints."""
+    """dino's ViT, or with `v2` dinov2's."""
 
-    def __init__(
-        self,
-        size: int,
-        patch: int,
-        width: int,
-        depth: int,
-        heads: int,
-        v2: bool = False,
-        registers: int = 0,
-        swiglu: bool = False,
-        chunks: int = 0,
-    ) -> None:
+    def __init__(self, size, patch, width, depth, heads, v2=False, registers=0, swiglu=False) -> None:
         super().__init__()
         self.patch, self.registers = patch, registers
-        self.patch_embed = PatchEmbed(patch, width)
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
         if registers:
             self.register_tokens = nn.Parameter(torch.zeros(1, registers, width))
         if v2:
             self.mask_token = nn.Parameter(torch.zeros(1, width))
-        blocks = [Block(width, heads, v2, swiglu) for _ in range(depth)]
-        if chunks:
-            each = depth // chunks
-            parts = [[nn.Identity()] * i + blocks[i : i + each] for i in range(0, depth, each)]
-            self.blocks = nn.ModuleList(nn.Sequential(*part) for part in parts)
-        else:
-            self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(Block(width, heads, v2, swiglu) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -131,8 +105,8 @@ class Original(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(b, 3, h, w) -> CLS features (b, width)."""
         height, width = images.shape[2] // self.patch, images.shape[3] // self.patch
-        x = torch.cat((self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)), dim=1)
-        x = x + self._positions(height, width)
+        patches = self.patch_embed["proj"](images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(len(images), -1, -1), patches), dim=1) + self._positions(height, width)
         if self.registers:
             x = torch.cat((x[:, :1], self.register_tokens.expand(len(images), -1, -1), x[:, 1:]), dim=1)
         for block in self.blocks:
@@ -145,13 +119,10 @@ class OriginalHead(nn.Module):
 
     def __init__(self, width: int, prototypes: int, layers: int = 3, hidden: int = 2048, bottleneck: int = 256) -> None:
         super().__init__()
-        if layers == 1:
-            self.mlp: nn.Module = nn.Linear(width, bottleneck)
-        else:
-            parts: list[nn.Module] = [nn.Linear(width, hidden), nn.GELU()]
-            for _ in range(layers - 2):
-                parts += [nn.Linear(hidden, hidden), nn.GELU()]
-            self.mlp = nn.Sequential(*parts, nn.Linear(hidden, bottleneck))
+        sizes = [width, *[hidden] * (layers - 1), bottleneck]
+        linear = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+        parts = [part for one in linear[:-1] for part in (one, nn.GELU())]
+        self.mlp = nn.Sequential(*parts, linear[-1]) if parts else linear[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the reference's checkpoints have the old weight_norm's names
             self.last_layer = nn.utils.weight_norm(nn.Linear(bottleneck, prototypes, bias=False))
@@ -195,3 +166,21 @@ def assert_same(ours: Tensor, theirs: Tensor, close: float = 1e-5) -> None:
     ours, theirs = ours.detach(), theirs.detach()
     assert theirs.std() > 0.05
     torch.testing.assert_close(ours, theirs, rtol=0, atol=close * max(1.0, float(theirs.abs().max())))
+
+
+PROCESSOR = {
+    "image_processor_type": "BitImageProcessor", "do_resize": True, "size": {"shortest_edge": 36}, "resample": 3,
+    "do_center_crop": True, "crop_size": {"height": 32, "width": 32}, "do_rescale": True, "rescale_factor": 1 / 255,
+    "do_normalize": True, "do_convert_rgb": True, "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}  # fmt: skip
+
+
+def write_native(_: Backbone | None, folder: Path) -> torch.nn.Module:
+    """A Dinov2 of two blocks for images of 32 pixels; the model that was saved."""
+    transformers = pytest.importorskip("transformers")
+    numbers = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "image_size": 32, "patch_size": 8}
+    model = randomised(transformers.Dinov2Model(transformers.Dinov2Config(**numbers)))
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return model

@@ -125,23 +125,15 @@ def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
         assert "\n" not in str(caught.value)
 
 
-def _rotary(tmp_path, backbone: str, **changes: str):
-    """A file of a student with a mask token and a norm for local crops, and that student."""
-    ours = OURS | {"model.backbone": backbone, "model.init_from": "none"}
-    masks = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "model.local_cls_norm": "true"}
-    network = build_network(load_recipe(None, TINY | ours | masks | changes), PerformanceOptions())
-    for name, parameter in network.named_parameters():
-        nn.init.normal_(parameter, std=0.0 if name.endswith(("q_bias", "v_bias")) else 0.2)
-    torch.save(network.backbone.state_dict(), tmp_path / "a.pth")
-    return network
-
-
 @pytest.mark.slow
 def test_what_training_alone_needs_of_rotary_vits(tmp_path):
     """Mask token and norm of local crops' CLS tokens; biases that are zero, or that the file has not."""
-    theirs = _rotary(tmp_path, "vit_small_patch16_dinov3_qkvb")
-    masks = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "model.local_cls_norm": "true"}
-    both = {"model.backbone": "vit_small_patch16_dinov3_qkvb", **masks}
+    both = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "model.local_cls_norm": "true"}
+    both |= {"model.backbone": "vit_small_patch16_dinov3_qkvb"}
+    theirs = _start("none", **both)
+    for name, parameter in theirs.named_parameters():
+        nn.init.normal_(parameter, std=0.0 if name.endswith(("q_bias", "v_bias")) else 0.2)
+    torch.save(theirs.backbone.state_dict(), tmp_path / "a.pth")
     same = _start(tmp_path / "a.pth", **both)
     for name, parameter in same.backbone.named_parameters():
         assert parameter.equal(theirs.backbone.get_parameter(name)), name
@@ -167,12 +159,9 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
 
 
 def test_the_log_names_another_range_of_values(tmp_path):
-    own = load_recipe(None, {**TINY, **OURS})
-    backbone = build_network(own, PerformanceOptions()).backbone
-    export_safetensors(
-        Backbone(backbone, 32, "a test", {"value_range": [0, 4095], "mean": 0.5, "std": 0.2}),
-        path := tmp_path / "a.safetensors",
-    )
+    backbone, path = _start("none").backbone, tmp_path / "a.safetensors"
+    about = {"value_range": [0, 4095], "mean": 0.5, "std": 0.2}
+    export_safetensors(Backbone(backbone, 32, "a test", about), path)
     weights = find_start(_recipe(path).model)
     assert weights.notes[-1] == "it was trained on values of 0,4095, this run is on 8-bit images (--data.value_range)"
     assert find_start(_recipe(path).model, (0.0, 4095.0)).notes == []
@@ -186,9 +175,8 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "call", lambda command, options, files: seen.append(files["recipe"]))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}"]
-    words += ["--ds_config=ds_configs/zero0_fp32.json"]
-    words += [f"--model.init_from={source}", "--model.backbone=from_source", "--model.heads=3"]
+    words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}", f"--model.init_from={source}"]
+    words += ["--ds_config=ds_configs/zero0_fp32.json", "--model.backbone=from_source", "--model.heads=3"]
     cli.main(words)
     assert seen[0].model.spec() == ModelSection(patch_size=8, width=192, depth=3, heads=3).spec()
     (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
@@ -210,21 +198,6 @@ def test_from_source_takes_the_place_of_the_recipe_s_numbers_and_asks_for_heads(
 CONFIG = resolve_ds_config({**DS, "train_micro_batch_size_per_gpu": "auto"}, "test.json", 8, 1)
 
 
-def _frozen(source, **changes):
-    given = {"teacher.source": str(source), "crops.global_size": "32", "crops.local_size": "16"}
-    own = {"model.patch_size": "8", "model.width": "64", "model.depth": "1", "model.heads": "2"}
-    own["head.prototypes"] = "24"
-    recipe = load_recipe(None, {**given, **own, **{key.replace("__", "."): value for key, value in changes.items()}})
-    found = find_teacher(recipe)
-    objective = build_objective(recipe, torch.device("cpu"), found)
-    without_student: Any = None
-    return build_teacher(FrozenSpec(FROZEN), TeacherParts(recipe, CONFIG, without_student, objective, found))
-
-
-def _images():
-    return [torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-
-
 @pytest.mark.slow
 def test_timm_s_features_by_their_own_normalization(monkeypatch):
     """A network trained on images less .5, of a run whose images are less ImageNet's mean; weights are not looked for
@@ -235,9 +208,14 @@ def test_timm_s_features_by_their_own_normalization(monkeypatch):
     theirs = create("mobilenetv3_small_100", num_classes=0).eval()
     stated = Normalization(tuple(theirs.default_cfg["mean"]), tuple(theirs.default_cfg["std"]))
     torch.manual_seed(0)
-    changes = {"teacher__distill": "features", "objective__ibot_weight": "1", "data__mean": "0.5,0.5,0.5"}
-    teacher = _frozen("mobilenetv3_small_100.lamb_in1k", **changes, data__std="0.5,0.5,0.5")
-    pixels = [image.sigmoid() for image in _images()]
+    given = {"teacher.source": "mobilenetv3_small_100.lamb_in1k", "teacher.distill": "features",
+             "objective.ibot_weight": "1", "data.mean": "0.5,0.5,0.5", "data.std": "0.5,0.5,0.5"}  # fmt: skip
+    recipe = load_recipe(None, {**TINY, **OURS, **given})
+    frozen = find_teacher(recipe)
+    objective = build_objective(recipe, torch.device("cpu"), frozen)
+    without_student: Any = None
+    teacher = build_teacher(FrozenSpec(FROZEN), TeacherParts(recipe, CONFIG, without_student, objective, frozen))
+    pixels = [image.sigmoid() for image in (IMAGES[:2], IMAGES[1:])]
     ours = Normalization((0.5,) * 3, (0.5,) * 3)
     assert ours != stated
     found = teacher({"global": [ours(image) for image in pixels]}, {})
@@ -246,9 +224,6 @@ def test_timm_s_features_by_their_own_normalization(monkeypatch):
     torch.testing.assert_close(found["cls/global"], wanted, rtol=1e-4, atol=1e-4)
     width = found["patches/global"].shape[-1]
     assert width != wanted.shape[-1]
-    changes |= {"teacher__source": "mobilenetv3_small_100.lamb_in1k", "crops__global_size": "32"}
-    recipe = load_recipe(None, {key.replace("__", "."): value for key, value in changes.items()} | {
-        "data.std": "0.5,0.5,0.5", "crops.local_size": "16", "model.patch_size": "8"})  # fmt: skip
     queries = build_objective(recipe, torch.device("cpu")).queries
     assert (queries["dino"].width, queries["ibot"].width) == (wanted.shape[-1], width)
     assert teacher.network.head_names == () and FROZEN in recipe.groups[0].teachers

@@ -29,7 +29,7 @@ from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
 from dino_ds.weights.start import as_source, find_start
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
-from tests.weights.huggingface import write_native
+from tests.weights.originals import write_native
 from tests.weights.test_weights import _backbone
 
 CHANGES = {"save_every": "2 steps", "keep_checkpoints": "2", "model.depth": "1"}
@@ -78,12 +78,9 @@ READ = {
 
 def _flip(content: bytes, name: str) -> bytes:
     """One bit of the last exponent, or of a number in a JSON."""
-    position = (
-        content.index(b"0.4") + 2 if name.endswith("teacher.json") else len(content) - (1 if b"{" in content else 9)
-    )
-    return (
-        content[:position] + bytes([content[position] ^ (1 if name.endswith("json") else 64)]) + content[position + 1 :]
-    )
+    last, bit = len(content) - (1 if b"{" in content else 9), 1 if name.endswith("json") else 64
+    place = content.index(b"0.4") + 2 if name.endswith("teacher.json") else last
+    return content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
 
 
 DAMAGE = {
@@ -148,9 +145,8 @@ def test_a_checkpoint_s_teacher_is_its_own(run):
         assert (model.about["step"], model.notes) == (step, [])
     assert new.about == last.about
     images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(new.features(images), last.features(images)) and not torch.equal(
-        old.features(images), last.features(images)
-    )
+    assert torch.equal(new.features(images), last.features(images))
+    assert not torch.equal(old.features(images), last.features(images))
     alone = shutil.copytree(run / OLD, run.parent / "kept")
     assert torch.equal(dino_ds.load(alone).features(images), old.features(images))
 
@@ -227,10 +223,7 @@ def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, mo
         calls = itertools.count()
         with monkeypatch.context() as patch:
             patch.setattr(durable.os, "replace", dies)
-            if death < 3:
-                with pytest.raises(Death):
-                    write_with_sidecar(path, _tensors(step), {"step": step})
-            else:
+            with pytest.raises(Death) if death < 3 else contextlib.nullcontext():
                 write_with_sidecar(path, _tensors(step), {"step": step})
         assert read_sidecar(path) == {"step": load_file(path)["a"][0]}
     write_with_sidecar(path, _tensors(4), {"step": 4})
