@@ -120,10 +120,8 @@ def resumed_start(
     ds = copy.deepcopy(saved)
     images, rest = divmod(recipe.data.global_batch, machine.ranks)
     # Somebody may have written "auto" into the file since.
-    before, accumulation = (
-        otherwise if saved.get(key, "auto") == "auto" else int(saved[key])
-        for key, otherwise in ((_MICRO, images), (_ACCUMULATION, 1))
-    )
+    known = {key: int(saved[key]) for key in (_MICRO, _ACCUMULATION) if saved.get(key, "auto") != "auto"}
+    before, accumulation = known.get(_MICRO, images), known.get(_ACCUMULATION, 1)
     size = next((size for size in range(min(before, images), 0, -1) if images % size == 0), images)
     if not rest:
         ds = fit.with_batch(ds, size, images // size)
