@@ -8,7 +8,6 @@ import bisect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +50,7 @@ class Cluster(NamedTuple):
         return self.gpus * self.nodes
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
     a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
     before it builds anything."""

@@ -68,7 +68,7 @@ def test_the_default_recipe_fits_a_card_of_24_gb(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("ds", "machine", "cure"),
     [
-        ("zero1_bf16", dataclasses.replace(RTX3090, card_gib=4.0), "leave --ds_config out, for one"),
+        ("zero1_bf16", RTX3090._replace(card_gib=4.0), "leave --ds_config out, for one"),
         ("zero0_fp32", planner.Machine(2, 2, 6.0), "add --ds.train_micro_batch_size_per_gpu 64"),
     ],
 )
@@ -91,9 +91,9 @@ def test_what_is_too_large_is_refused_with_what_fits(ds, machine, cure):
 
 def test_the_host_s_memory_counts_too():
     recipe, start = _given("zero3_bf16_offload", **{"model.depth": "2"})
-    check_fits(recipe, start, dataclasses.replace(RTX3090, card_gib=40.0))
+    check_fits(recipe, start, RTX3090._replace(card_gib=40.0))
     with pytest.raises(ConfigError, match="of host memory by prediction"):
-        check_fits(recipe, start, dataclasses.replace(RTX3090, card_gib=40.0, host_gib=3.2))
+        check_fits(recipe, start, RTX3090._replace(card_gib=40.0, host_gib=3.2))
     cpu = planner.Machine(2, 2, 0.55)
     recipe, start = _given("zero0_fp32", cpu, **{"model.depth": "2"})
     says = (
