@@ -125,10 +125,10 @@ def plan_case(case: Case) -> TierConfig | None:
     shapes = SHAPES if case.nodes == 1 else [Shape(3, "", False), Shape(3, "", True)]
     make_ds = functools.partial(_ds_json, case, recipe)
     try:
-        shape, content, config, memory = recommend(recipe, cluster, FILLED * case.card.memory_gib, shapes, make_ds)
+        shape, ds, config, memory = recommend(recipe, cluster, FILLED * case.card.memory_gib, shapes, make_ds)
     except ConfigError:
         return None
-    return TierConfig(_name(case, shape), content, config, memory)
+    return TierConfig(_name(case, shape), ds, config, memory)
 
 
 def _name(case: Case, shape: Shape) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -128,7 +129,7 @@ def _command(search: Search, request: Request, ranks: int, folder: str | None) -
         words = {name: Path(folder, file) for name, file in (("config", "recipe.yaml"), ("ds_config", "ds.json"))}
         Path(folder).mkdir()
         words["config"].write_text(dump_recipe(best.recipe), encoding="utf-8")
-        fit.write_ds({**best.ds, **sizes}, words["ds_config"])
+        words["ds_config"].write_text(json.dumps({**best.ds, **sizes}, indent=2) + "\n", encoding="utf-8")
     program = ["deepspeed", "--num_gpus", str(ranks), "dino_ds/train.py"] if ranks > 1 else ["dino-ds", "train"]
     return shlex.join([*program, *(word for key, value in words.items() for word in (f"--{key}", show_value(value)))])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import ORTHOGONALIZED_ELEMENTS, DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.step_costs import StepCosts, StudentFacts, step_costs, student_facts
+from dino_ds.costs.step_costs import StudentFacts, step_costs, student_facts
 from dino_ds.method.specs.own import teachers_of
 
 GIB = 2**30
@@ -49,10 +49,8 @@ def element_bytes(config: DsConfig) -> int:
 def estimate_memory(
     recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0, exact: bool = True
 ) -> Memory:
-    """Estimate the peak memory of a step on each of `world_size` devices; exact: as in `step_costs`.
-
-    Without a GPU, tensors that are offloaded to the host count too, and so do `libraries`: bytes of the process before
-    it builds anything. Raises NotEstimated.
+    """Estimate the peak memory of a step on each of `world_size` devices; exact: as in `step_costs`. Without a GPU,
+    offloaded tensors count too, and `libraries`: bytes of the process before it builds anything. Raises NotEstimated.
     """
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     sizes, trained = facts.sizes, facts.trained
@@ -70,15 +68,20 @@ def estimate_memory(
     moments = [Memory("the optimizer", at_end)]
     for name, part in costs.parts.items():
         for done, size in part.moments:
-            engine_bytes = {"gradients": held, "buckets": of_stage3 if name in ("student", "loss") else 0}
+            here = {"gradients": held, "buckets": of_stage3 if name in ("student", "loss") else 0}
             if name == "backward":
                 unwritten = late and not on_gpu and done < total
-                engine_bytes = {
-                    "gradients": max(held, round(whole * done / total)),
-                    "buckets": 0 if unwritten else buckets,
-                }
-            alive = _alive(name, max(size - beyond, 0.0), costs, min(costs.window, window))
-            moments.append(Memory(_MOMENTS.get(name, "a teacher's forward pass"), engine_bytes | alive))
+                here = {"gradients": max(held, round(whole * done / total)), "buckets": 0 if unwritten else buckets}
+            alive = max(size - beyond, 0.0)
+            if name in ("student", "loss", "backward"):
+                targets = min(alive, costs.held * min(costs.window, window))
+                saved = min(alive - targets, costs.saved)
+                here |= {"targets": round(targets), "activations": round(saved)}
+                working = "activations' gradients" if name == "backward" else "head and loss"
+                here[working] = round(alive - targets - saved)
+            else:
+                here["making targets" if name == "targets" else "teacher's activations"] = round(alive)
+            moments.append(Memory(_MOMENTS.get(name, "a teacher's forward pass"), here))
     peak = max(moments, key=lambda moment: moment.gib)
     common = state_bytes(facts, config, world_size, on_gpu)
     copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
@@ -92,16 +95,6 @@ def estimate_memory(
     }
     parts = {name: common.get(name, 0) + peak.parts.get(name, 0) for name in {**common, **peak.parts}}
     return Memory(peak.moment, {name: n for name, n in parts.items() if n})
-
-
-def _alive(name: str, size: float, costs: StepCosts, window: int) -> dict[str, int]:
-    """The bytes that the first of `window` micro-batches holds in the part `name`, by purpose."""
-    if name not in ("student", "loss", "backward"):
-        return {"making targets" if name == "targets" else "teacher's activations": round(size)}
-    targets = min(size, costs.held * window)
-    saved = min(size - targets, costs.saved)
-    working = "head and loss" if name != "backward" else "activations' gradients"
-    return {"targets": round(targets), "activations": round(saved), working: round(size - targets - saved)}
 
 
 def state_bytes(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> dict[str, int]:

@@ -347,10 +347,8 @@ class _FakeEngine:
         for name, value in self._masters:
             parameters[name].fp32_value = value
         frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
-        return [
-            WholeMasters([pair for pair in self._masters if parameters[pair[0]].requires_grad]),
-            FrozenWeights(frozen, None),
-        ]
+        trained = [(name, value) for name, value in self._masters if parameters[name].requires_grad]
+        return [WholeMasters(trained), FrozenWeights(frozen, None)]
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         return dict(self.network.named_buffers())

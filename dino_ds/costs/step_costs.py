@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
-from dino_ds.basics.files import MAX_JSON_BYTES, cache_folder, hash_code, read_bytes, read_object, replacing
+from dino_ds.basics.files import MAX_JSON_BYTES, cache_folder, hash_code, read_bytes, read_object, replace_file
 from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
@@ -318,8 +318,7 @@ def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], mod
             with suppress(*_UNUSABLE):
                 path = cache_folder() / "steps" / f"{name}.json"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(path) as temporary:
-                    temporary.write_text(result, encoding="utf-8")
+                replace_file(path, result)
                 files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
                 for old in files[:-1000]:
                     old.unlink(missing_ok=True)

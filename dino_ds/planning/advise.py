@@ -365,12 +365,11 @@ def _start(facts: Situation) -> Row:
 
 
 def _backbone(facts: Situation) -> Row:
-    if facts.weights:
-        why = "4 GPUs and 100,000 images for ViT-B, else ViT-S: rule of thumb"
-        return Row("backbone", "ViT-B/16" if facts.weights.startswith("vit_base") else "ViT-S/16", why)
     if facts.recipe != "small":
-        why = "S below 1 million images or 4 GPUs, else B: rule of thumb"
-        return Row("backbone", "ViT-B/16" if facts.recipe == "vitb16" else "ViT-S/16", why)
+        of_weights = "4 GPUs and 100,000 images for ViT-B, else ViT-S: rule of thumb"
+        why = of_weights if facts.weights else "S below 1 million images or 4 GPUs, else B: rule of thumb"
+        large = facts.recipe == "vitb16" or (facts.weights or "").startswith("vit_base")
+        return Row("backbone", "ViT-B/16" if large else "ViT-S/16", why)
     flags = {"model.patch_size": str(facts.patch)}
     if not facts.gpus:
         why = "recipe small, measured on a CPU (docs/small-data.md)"
@@ -395,22 +394,16 @@ def _objective(facts: Situation) -> Row:
 
 
 def _crops(facts: Situation) -> Row:
-    start = {"model.init_from": facts.weights} if facts.weights else {}
-    known = load_recipe(facts.recipe, start).crops
+    known = load_recipe(facts.recipe, {"model.init_from": facts.weights} if facts.weights else {}).crops
     local = 0 if facts.teacher else 6 if facts.gpus and facts.recipe == "small" else known.num_local
-    if facts.recipe == "small":
-        sizes = fitting_sizes(facts.side, facts.patch, 64 if facts.is_tiny else 96)
-        why = (
-            "by the images' size, with few patches: rule of thumb; colors of recipe small, no blur (docs/small-data.md)"
-        )
-    else:
+    why = "by the images' size, with few patches: rule of thumb; colors of recipe small, no blur (docs/small-data.md)"
+    sizes = fitting_sizes(facts.side, facts.patch, 64 if facts.is_tiny else 96)
+    if facts.recipe != "small":
         sizes = fitting_sizes(facts.side, 16, 224)
         why = f"DINO's 224 and 96 (main_dino.py), or not larger than the images' {facts.side} px: rule of thumb"
     if facts.teacher and sizes[0] < _TAUGHT_SIDE:
-        sizes, why = (
-            (_TAUGHT_SIDE, sizes[1]),
-            f"the teacher sees little in fewer pixels than {_TAUGHT_SIDE} (docs/continue.md)",
-        )
+        sizes = _TAUGHT_SIDE, sizes[1]
+        why = f"the teacher sees little in fewer pixels than {_TAUGHT_SIDE} (docs/continue.md)"
     wanted = {"global_size": sizes[0], "local_size": sizes[1] if local else known.local_size, "num_local": local}
     flags = {f"crops.{key}": str(value) for key, value in wanted.items() if value != getattr(known, key)}
     return Row("crops", f"2 x {sizes[0]}" + (f" + {local} x {sizes[1]}" if local else "") + " px", why, flags)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.files import replace_file
 from dino_ds.basics.formatting import markdown_table
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_schema import DsConfig
@@ -53,7 +55,7 @@ def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_p
         line = f"a stage alone: planned with {recipe.model.backbone}; --config RECIPE,STAGE takes its backbone"
         result["warnings"].append(line)
     if options.write:
-        fit.write_ds(result["ds_config"], Path(options.write))
+        replace_file(Path(options.write), json.dumps(result["ds_config"], indent=2) + "\n")
     result["written"] = options.write
     return Result(result, _page(result))
 

@@ -272,9 +272,8 @@ def judge_answers(
             if answer["images"]:
                 problems[answer["images"]] = "mount the images there, at the same path"
             if on_gpus and (count := len(answer["gpus"])) < slots:
-                problems[f"{count} GPUs are found for {slots} slots"] = (
-                    "fix the hostfile, or ask nvidia-smi what the driver misses"
-                )
+                cure = "fix the hostfile, or ask nvidia-smi what the driver misses"
+                problems[f"{count} GPUs are found for {slots} slots"] = cure
         yield from (make_finding("machines", f"{host}: {text}", cure, level=FAILURE) for text, cure in problems.items())
         if isinstance(answer, dict) and not problems:
             yield make_finding("machines", f"{host}: {slots} slots, GPUs: {', '.join(answer['gpus']) or 'none'}")

@@ -5,18 +5,16 @@ GPUs that it knows, this machine's resources, and the hours, host memory and dis
 from __future__ import annotations
 
 import bisect
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_ds.basics.files import check_absent, replacing
+from dino_ds.basics.files import check_absent
 from dino_ds.basics.formatting import short
 from dino_ds.basics.names import did_you_mean, suggestion
-from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import change_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import COMMUNICATES_IN_STEP, DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
 from dino_ds.config.recipe import Recipe
@@ -27,8 +25,6 @@ from dino_ds.method.specs.own import teachers_of
 
 REACHED = 0.3, 0.5
 """Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
-FREE_PART = 0.9
-"""Share of the host's free memory that training on a CPU may use."""
 _FP32, _STATE = 4, 12
 """Bytes of an FP32 weight, and of a trained one's master weight with Adam's two moments."""
 
@@ -54,8 +50,7 @@ class Cluster(NamedTuple):
         return self.gpus * self.nodes
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
     a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
     before it builds anything."""
@@ -159,8 +154,8 @@ def find_machine() -> Machine:
     return Machine(
         distributed.world_size(),
         here,
-        # On a CPU the run itself is in host memory: what is free now, and the libraries that the ranks have loaded.
-        total if card else FREE_PART * free + here * libraries,
+        # On a CPU the run is in host memory: it may use 90 % of what is free, and the libraries that are loaded.
+        total if card else 0.9 * free + here * libraries,
         card.total_memory / 2**30 if card else None,
         bf16=card is None or card.major >= 8,
         fp16=fp16_supported(),
@@ -202,8 +197,6 @@ FILLED = 0.97
 """Share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner."""
 FRAGMENTATION = 0.05
 """What the allocator loses to fragmentation, as a part of the tensors' size; assumed."""
-_ENOUGH = 8
-"""Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
 
 
 def fit(
@@ -337,7 +330,8 @@ def recommend(
 
     for shape in allowed:
         best, recomputed = largest(shape), shape._replace(checkpointing=True)
-        if best and recomputed in allowed and best[0].micro_batch < min(_ENOUGH, sizes[0]):
+        # A micro-batch below 8 is worth a second forward pass to enlarge it.
+        if best and recomputed in allowed and best[0].micro_batch < min(8, sizes[0]):
             larger = largest(recomputed)
             if larger and larger[0].micro_batch > best[0].micro_batch:
                 shape, best = recomputed, larger
@@ -357,11 +351,3 @@ def check_new(path: Path) -> None:
     check_absent(path, "name another with --write")
     if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
         raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
-
-
-def write_ds(ds: Mapping[str, Any], path: Path) -> None:
-    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
-    check_new(path)
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
-        load_ds_config(str(temporary), {})

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.basics.files import replacing
+from dino_ds.basics.files import replace_file
 from dino_ds.basics.machine import find_free_port
 from dino_ds.basics.own_code import allow_code, allowed_code
 from dino_ds.basics.ranges import listen, named_range
@@ -36,7 +37,7 @@ from dino_ds.costs.step_costs import count_parameters
 from dino_ds.data.feed import Batch
 from dino_ds.data.loader import DevicePrefetcher
 from dino_ds.engine import distributed
-from dino_ds.engine.process import fp16_supported, init_distributed
+from dino_ds.engine.process import fp16_supported, init_distributed, resident_mib
 from dino_ds.errors import ConfigError, UserError, is_out_of_memory, one_line
 from dino_ds.method.build import build_step
 from dino_ds.method.fast_paths import synthetic_inputs
@@ -213,11 +214,8 @@ def about(recipe: Recipe, batch: int) -> dict[str, Any]:
 def heading(title: str, result: dict[str, Any]) -> str:
     """The lines above a table."""
     prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
-    setting = (
-        f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process, "
-        f"{result['processes']} process(es)"
-    )
-    return f"{title}: {setting}\n{host_line(result['host'])}\n"
+    setting = f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process"
+    return f"{title}: {setting}, {result['processes']} process(es)\n{host_line(result['host'])}\n"
 
 
 def describe_host() -> dict[str, Any]:
@@ -320,22 +318,16 @@ def run_in_child(
         words, result, printed = (Path(folder, name) for name in ("call.json", "result.json", "printed.txt"))
         words.write_text(json.dumps(call))
         command = [sys.executable, "-c", "from dino_ds.planning.measure import _child; _child()", str(result)]
-        processes, port = list[psutil.Popen](), find_free_port()
+        processes, port, ranks = list[psutil.Popen](), find_free_port(), limits.ranks
         with printed.open("wb") as output:
-            for rank in range(limits.ranks):
-                place: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                place |= {
-                    "RANK": rank,
-                    "LOCAL_RANK": rank,
-                    "WORLD_SIZE": limits.ranks,
-                    "LOCAL_WORLD_SIZE": limits.ranks,
-                }
-                more = {name: str(value) for name, value in place.items()} if limits.ranks > 1 else {}
+            start = partial(psutil.Popen, command, stdout=output, stderr=subprocess.STDOUT)
+            for rank in range(ranks):
+                at = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                if ranks > 1:
+                    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                    environment |= {name: str(value) for name, value in at.items()}
                 with words.open() as given:
-                    child = psutil.Popen(
-                        command, env=environment | more, stdin=given, stdout=output, stderr=subprocess.STDOUT
-                    )
-                processes.append(child)
+                    processes.append(start(env=environment, stdin=given))
         codes = _wait(processes, limits)
         if -signal.SIGKILL in codes:
             raise ChildOutOfMemory("a measuring process was killed, most likely for its memory: take a smaller batch")
@@ -379,10 +371,6 @@ def _child() -> None:
     with suppress(OSError):  # the kernel, if memory runs out, ends this process rather than another
         Path("/proc/self/oom_score_adj").write_text("1000")
     call = json.load(sys.stdin)
-    import dino_ds.planning.measure as _libraries  # noqa: F401
-    from dino_ds.engine import distributed
-    from dino_ds.engine.process import init_distributed, resident_mib
-
     init_distributed()
     allow_code(call["code"])
     if torch.cuda.is_available() and call["limit_gib"] is not None:
@@ -398,6 +386,5 @@ def _child() -> None:
             raise
         result = {"out_of_memory" if is_out_of_memory(error) else "refused": one_line(error, 200)}
     if distributed.rank() == 0 or "value" not in result:
-        with replacing(Path(sys.argv[1])) as file:
-            file.write_text(json.dumps(result))
+        replace_file(Path(sys.argv[1]), json.dumps(result))
     os._exit(0)  # an orderly exit gains nothing here, and DeepSpeed's takes a second

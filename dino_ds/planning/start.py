@@ -7,9 +7,8 @@ import copy
 import functools
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import ChosenDsConfig, DsConfig
@@ -26,19 +25,13 @@ from dino_ds.planning import fit
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-@dataclass(frozen=True)
-class Start:
-    """A ds JSON, its path, the sentence that says why it was chosen, and `config`: resolved for the machine's ranks."""
+class Start(NamedTuple):
+    """A ds JSON, its path, `config`, resolved for the machine's ranks, and why it was chosen, "" if it was named."""
 
     ds: Mapping[str, Any]
     path: str
-    why: str
     config: DsConfig
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the ds JSON was named or is the default, and was not chosen for this start."""
-        return self.why == self.path
+    why: str = ""
 
     def __str__(self) -> str:
         config = self.config
@@ -85,7 +78,7 @@ def choose_ds_config(
         trained = describe_trained(recipe.model.trained, elements, count_parameters(recipe))
     return ChosenDsConfig(
         config=start.config,
-        reason="" if start.is_named else str(start),
+        reason=str(start) if start.why else "",
         memory=line,
         trained=trained,
         predicted_gib=memory.gib if memory else None,
@@ -95,7 +88,7 @@ def choose_ds_config(
 
 def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Machine) -> Start:
     """The start with the named ds config, or with the default of a machine without GPUs. Raises ConfigError."""
-    return Start(ds, path, path, _resolve(recipe, ds, path, machine))
+    return Start(ds, path, _resolve(recipe, ds, path, machine))
 
 
 def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: fit.Machine) -> Start:
@@ -109,7 +102,7 @@ def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: fit.Mac
         raise ConfigError(f"{error}, so no ds config can be chosen: name one with --ds_config") from None
     ds = _changed(recommended, path, overrides)
     why = f"by the planner for {machine.ranks} x {machine.card_gib:.1f} GiB (--ds_config FILE takes another)"
-    return Start(ds, path, why, _resolve(recipe, ds, path, machine))
+    return Start(ds, path, _resolve(recipe, ds, path, machine), why)
 
 
 def resumed_start(
@@ -120,10 +113,8 @@ def resumed_start(
     ds = copy.deepcopy(saved)
     images, rest = divmod(recipe.data.global_batch, machine.ranks)
     # Somebody may have written "auto" into the file since.
-    before, accumulation = (
-        otherwise if saved.get(key, "auto") == "auto" else int(saved[key])
-        for key, otherwise in ((_MICRO, images), (_ACCUMULATION, 1))
-    )
+    known = {key: int(saved[key]) for key in (_MICRO, _ACCUMULATION) if saved.get(key, "auto") != "auto"}
+    before, accumulation = known.get(_MICRO, images), known.get(_ACCUMULATION, 1)
     size = next((size for size in range(min(before, images), 0, -1) if images % size == 0), images)
     if not rest:
         ds = fit.with_batch(ds, size, images // size)
@@ -135,7 +126,7 @@ def resumed_start(
         if accumulation == 1 and images > size and zero.get("stage") == 1:
             zero["stage"] = 2  # stage 1 would accumulate in low precision
     ds = _changed(ds, path, overrides)
-    return Start(ds, path, f"as this run was started ({path})", _resolve(recipe, ds, path, machine))
+    return Start(ds, path, _resolve(recipe, ds, path, machine), f"as this run was started ({path})")
 
 
 def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +160,7 @@ def check_fits(recipe: Recipe, start: Start, machine: fit.Machine) -> None:
 
 def _fitting_options(recipe: Recipe, start: Start, machine: fit.Machine) -> str:
     """The planner's ds config in place of a named one, else the largest micro-batch that fits; "" if none does."""
-    if start.is_named and machine.card_gib is not None:
+    if not start.why and machine.card_gib is not None:
         with suppress(ConfigError):
             if not _problem(recipe, planned_start(recipe, {}, machine).config, machine):
                 return "leave --ds_config out, for one that the planner chooses"

@@ -39,7 +39,14 @@ def run(options: BenchInferenceOptions) -> Result:
             f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
         )
     begin(1, options.threads, "bench inference")
-    backbone = _random(options.model) if options.random else load(options.model, device(), options.heads)
+    if options.random:
+        try:
+            network = build_backbone(backbone_spec(options.model), _RANDOM_SIZE)
+        except ValueError as error:
+            raise ConfigError(f"--random: {error}") from None
+        backbone = Backbone(network, _RANDOM_SIZE, options.model, {}).to(device())
+    else:
+        backbone = load(options.model, device(), options.heads)
     side, channels = options.size or backbone.image_size, backbone.network.spec.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # raises now for an impossible size
     rows: list[dict[str, Any]] = []
@@ -69,27 +76,23 @@ def run(options: BenchInferenceOptions) -> Result:
     return Result(result, _page(result))
 
 
-def _random(name: str) -> Backbone:
-    """Raises ConfigError for a name that no recipe accepts."""
-    try:
-        spec = backbone_spec(name)
-    except ValueError as error:
-        raise ConfigError(f"--random: {error}") from None
-    return Backbone(build_backbone(spec, _RANDOM_SIZE), _RANDOM_SIZE, name, {}).to(device())
-
-
 def _ways(backbone: Backbone, images: Tensor) -> tuple[dict[str, Features], dict[str, str]]:
     """Return functions that compute the features, each tried once, and why others are skipped; both by name."""
-    builders: dict[str, Callable[[], Features]] = {
-        BASELINE: lambda: backbone.features,
-        "bf16": lambda: _changed(backbone, bf16=True, compiled=False),
-        "fp32 compiled": lambda: _changed(backbone, bf16=False, compiled=True),
-        "bf16 compiled": lambda: _changed(backbone, bf16=True, compiled=True),
-    }
-    ways, skipped = {}, {}
-    for name, build in builders.items():
+    ways, skipped = dict[str, Features]({BASELINE: backbone.features}), dict[str, str]()
+    able, refusal = torch.cpu.get_capabilities().get("avx512_bf16"), "this CPU has no bf16 arithmetic (avx512_bf16)"
+    if torch.cuda.is_available():
+        able, refusal = torch.cuda.is_bf16_supported(including_emulation=False), "this GPU has no bf16 arithmetic"
+    for name, bf16, compiled in (("bf16", True, False), ("fp32 compiled", False, True), ("bf16 compiled", True, True)):
         try:
-            way = build()
+            if bf16 and not able:
+                raise ConfigError(refusal)
+            other = copy.deepcopy(backbone)
+            for parameter in other.parameters() if bf16 else ():  # BatchNorm's averages stay FP32, as in training
+                parameter.data = parameter.data.bfloat16()
+            if compiled:
+                other.network.compile_segments()
+            # Casting the images is part of the measured time.
+            way = (lambda x, other=other: other.features(x.bfloat16())) if bf16 else other.features
             way(images)
             ways[name] = way
         except (RuntimeError, ConfigError) as error:  # also of an incomplete compiler
@@ -100,21 +103,6 @@ def _ways(backbone: Backbone, images: Tensor) -> tuple[dict[str, Features], dict
 
 def _reason(error: Exception) -> str:
     return "not enough memory" if is_out_of_memory(error) else one_line(error)
-
-
-def _changed(backbone: Backbone, bf16: bool, compiled: bool) -> Features:
-    """Copy the backbone, in bf16 (casting the images is part of the measured time), with compiled blocks, or both."""
-    cuda = torch.cuda.is_available()
-    if bf16 and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError("this GPU has no bf16 arithmetic")
-    if bf16 and not cuda and not torch.cpu.get_capabilities().get("avx512_bf16", False):
-        raise ConfigError("this CPU has no bf16 arithmetic (avx512_bf16)")
-    other = copy.deepcopy(backbone)
-    for parameter in other.parameters() if bf16 else ():  # BatchNorm's averages stay FP32, as in training
-        parameter.data = parameter.data.bfloat16()
-    if compiled:
-        other.network.compile_segments()
-    return (lambda images: other.features(images.bfloat16())) if bf16 else other.features
 
 
 def _measured(ways: dict[str, Features], images: Tensor, options: BenchInferenceOptions) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,20 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
 
     Raises ConfigError for a setting that does not exist.
     """
-    settings = _settings(recipe, ds, ds_path, options.compare)
+    settings = {"step": (recipe, ds)}
+    if options.compare is not None:
+        key, _, text = options.compare.partition("=")
+        values = text.split(",")
+        if len(values) != 2 or not all(values) or values[0] == values[1]:
+            example = "write --compare ds.dino_ds.packed=false,true"
+            raise ConfigError(f"--compare {options.compare!r} is not a key and two values: {example}")
+        if key == "data.global_batch":
+            raise ConfigError("--compare data.global_batch: the batch is given with --batch; run the bench twice")
+        if key.startswith("ds."):
+            settings = {f"{key}={v}": (recipe, change_ds_config(ds, ds_path, {key[3:]: v})) for v in values}
+        else:
+            allow_code(values)
+            settings = {f"{key}={v}": (change_recipe(recipe, {key: v}), ds) for v in values}
     if options.profile and options.compare:
         raise ConfigError("--compare with --profile: trace one setting, named by its own option")
     if options.profile:
@@ -68,26 +82,6 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
         first, second = summaries
         result["ratio"] = second["images_per_second"] / first["images_per_second"]
     return Result(result, _page(result))
-
-
-def _settings(
-    recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None
-) -> dict[str, tuple[Recipe, dict[str, Any]]]:
-    """Recipe and ds JSON of each compared setting, by name."""
-    if compare is None:
-        return {"step": (recipe, ds)}
-    key, _, text = compare.partition("=")
-    values = text.split(",")
-    if len(values) != 2 or not all(values) or values[0] == values[1]:
-        raise ConfigError(
-            f"--compare {compare!r} is not a key and two values: write --compare ds.dino_ds.packed=false,true"
-        )
-    if key == "data.global_batch":
-        raise ConfigError("--compare data.global_batch: the batch is given with --batch; run the bench twice")
-    if key.startswith("ds."):
-        return {f"{key}={v}": (recipe, change_ds_config(ds, ds_path, {key[3:]: v})) for v in values}
-    allow_code(values)
-    return {f"{key}={v}": (change_recipe(recipe, {key: v}), ds) for v in values}
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
@@ -286,8 +280,16 @@ def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     steps = [step for step in all_steps() if reasons[step.name] is None]
     memory, runs = dict[str, measure.ChildResult](), dict[str, Callable[[], Tensor]]()
-    for step in steps:
-        memory[step.name], runs[step.name] = _prepare(step, recipe, batch, options.threads)
+    words: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "batch": batch}
+    for step in steps:  # a GPU's allocator tells its peak; on a CPU, a process of its own is measured
+        peak = measure.GpuPeak() if torch.cuda.is_available() else None
+        if peak is None:
+            memory[step.name] = measure.run_in_child(take_ladder_step, options.threads, name=step.name, **words)
+        runs[step.name] = partial(_take, step, build_ladder_step(step, recipe, batch))
+        if peak is not None:
+            for _ in range(measure.MEMORY_STEPS):
+                runs[step.name]()
+            memory[step.name] = measure.ChildResult(None, peak.mib(), 0.0)
     timings = measure.time_interleaved(runs, options.steps, options.warmup, device())
     rows, first = list[dict[str, Any]](), steps[0].name
     for before, step in zip([steps[0], *steps], steps, strict=False):
@@ -306,23 +308,6 @@ def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
         "clock": timings[first].clock,
     }
     return Result(result, _ladder_page(result))
-
-
-def _prepare(
-    step: LadderStep, recipe: Recipe, batch: int, threads: int
-) -> tuple[measure.ChildResult, Callable[[], Tensor]]:
-    """Build one ladder step; peak memory is read from the GPU's allocator, or on a CPU measured in a child process."""
-    if torch.cuda.is_available():
-        peak = measure.GpuPeak()
-        trial = build_ladder_step(step, recipe, batch)
-        for _ in range(measure.MEMORY_STEPS):
-            _take(step, trial)
-        memory = measure.ChildResult(None, peak.mib(), 0.0)
-    else:
-        arguments: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
-        memory = measure.run_in_child(take_ladder_step, threads, **arguments)
-        trial = build_ladder_step(step, recipe, batch)
-    return memory, lambda: _take(step, trial)
 
 
 def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:

@@ -43,9 +43,6 @@ from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
 ENOUGH_WAIT = 0.02
 """Share of a step that may pass waiting for images: more loader processes are not worth their memory then."""
-_PROBE, _STEPS, _LONGEST = 8, 5, 0.15
-"""Images of the first micro-batch, whose speed tells how long others take; steps that the shortest trial takes, and the
-share of the time that they may take."""
 
 
 class Search:
@@ -107,8 +104,8 @@ class Search:
         if memory is not None and memory.gib > limit:
             part, size = max(memory.parts.items(), key=lambda part: part[1])
             return f"needs {memory.gib:.2f} of {limit:.2f} GiB by prediction, most of it for {part} ({size / GIB:.2f})"
-        seconds = _STEPS * setting.measured_batch * self._trials.ranks / rate
-        if seconds > _LONGEST * self._trials.seconds:
+        seconds = 5 * setting.measured_batch * self._trials.ranks / rate  # of the fewest steps of a trial
+        if seconds > 0.15 * self._trials.seconds:
             return f"trying it would take {seconds:.0f} s: --minutes allows more"
         return ""
 
@@ -119,7 +116,7 @@ class Search:
             if not halved or size <= halved[-1] // 2:
                 halved.append(size)
         made = [self._setting(f"micro-batch {n}", self._recipe, self._path, micro=n) for n in halved]
-        probe = min(made, key=lambda setting: abs(setting.config.micro_batch - _PROBE))
+        probe = min(made, key=lambda setting: abs(setting.config.micro_batch - 8))  # it tells how long others take
         rate, self.limited_by = self._try(probe, math.inf)
         runs, top = list[Setting](), 0.0
         for setting in made if rate else made[made.index(probe) + 1 :]:
@@ -200,11 +197,6 @@ class Search:
 
 _ONCE = ("optimizer", "center", "ema")
 """Parts of a step that run once, however many micro-batches it has."""
-_MOST_STEPS = 40
-_START_SECONDS, _TIMES_LONGER = 120.0, 20
-"""A trial is given up after these seconds for its start, and so many times its measured seconds."""
-_TRIALS, _LEAST_SECONDS, _MOST_SECONDS = 120, 0.5, 10.0
-"""A trial takes this part of the time beyond its start, within these seconds."""
 SLOW = 0.75
 """Share of the highest rate below which a setting is not measured again."""
 
@@ -307,22 +299,20 @@ class Trials:
         self._path, self.ranks, self.limit_gib = Path(options.out).with_suffix(".json"), ranks, limit_gib
         self._threads = options.threads or max(1, len(distributed.usable_cores()) // ranks)
         self._place = [self._threads, ranks, *(measure.describe_host()[name] for name in ("host", "gpu", "versions"))]
-        self.ended: dict[str, dict[str, Any]] = self._read() if options.resume else {}
+        self.ended: dict[str, dict[str, Any]] = {}
+        try:
+            for key, trial in json.loads(self._path.read_text("utf-8"))["trials"].items() if options.resume else ():
+                if trial.get("peak_mib", math.inf) <= 1024 * limit_gib:  # not those that failed or took more
+                    self.ended[key] = trial
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"{self._path} has no trials of dino-ds bench tune ({type(error).__name__})"
+            raise ConfigError(f"--resume: {reason}: leave --resume out") from None
         self._busy, self._began, self.seconds = _busy_seconds(), time.monotonic(), 60 * options.minutes
         self.until(1.0)
 
     def until(self, share: float) -> None:
         """Begin no trial after this share of the time."""
         self._end = self._began + share * self.seconds
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """Read the trials of an earlier call, except those that failed or took more than the limit."""
-        try:
-            found, most = json.loads(self._path.read_text(encoding="utf-8"))["trials"], 1024 * self.limit_gib
-            return {key: trial for key, trial in found.items() if trial.get("peak_mib", math.inf) <= most}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{self._path} has no trials of dino-ds bench tune ({type(error).__name__})"
-            raise ConfigError(f"--resume: {reason}: leave --resume out") from None
 
     def write(self, **result: Any) -> None:
         """Write what has ended into the file, and the result of all."""
@@ -343,8 +333,8 @@ class Trials:
         if key not in self.ended:
             if time.monotonic() > self._end:
                 return {"failed": "no time was left: --minutes gives more, --resume goes on"}
-            seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, self.seconds / _TRIALS))
-            limits = measure.ChildLimits(self.ranks, self.limit_gib, _START_SECONDS + _TIMES_LONGER * seconds)
+            seconds = min(10.0, max(0.5, self.seconds / 120))  # beyond its start, for which it may take 120
+            limits = measure.ChildLimits(self.ranks, self.limit_gib, 120.0 + 20 * seconds)
             try:
                 child = measure.run_in_child(
                     measure_step, self._threads, limits, setting=words, seconds=seconds, **kwargs
@@ -407,7 +397,7 @@ def measure_step(
             measure.synchronize(device())
         wanted = distributed.gather_objects(round(seconds / (time.perf_counter() - began)))[0]
         result["seconds"] = []
-        for _ in range(max(2, min(_MOST_STEPS, wanted))):
+        for _ in range(max(2, min(40, wanted))):
             began = time.perf_counter()
             with listen(parts):
                 step()

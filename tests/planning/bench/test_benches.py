@@ -1,45 +1,47 @@
-"""Each bench as its command calls it, at a tiny size: what it prints and refuses; and the exact steps of the ladder,
-which are the same training step."""
+"""What measures: a trial, which is the step that training makes, processes of its own, clocks; each bench as its
+command calls it, at a tiny size; and the exact steps of the ladder, which are the same training step."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import math
+import sys
+import time
 
 import pytest
 import torch
 
-from dino_ds.basics.ranges import PARTS
-from dino_ds.config.ds_schema import PerformanceOptions
+from dino_ds.basics.ranges import PARTS, listen, named_range
+from dino_ds.config.crops import all_crops
 from dino_ds.costs.step_costs import model_flops
-from dino_ds.engine.process import init_distributed
+from dino_ds.engine import distributed
+from dino_ds.engine.process import init_distributed, memory_gib, resident_mib
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
 from dino_ds.planning import measure
 from dino_ds.planning.bench import inference, step, tune
-from dino_ds.planning.measure import ChildResult
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import copied
 from tests.weights.test_weights import _backbone
 
-pytestmark = pytest.mark.slow
-
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
 
 @pytest.fixture
 def no_children(monkeypatch):
-    """Memory without a process of its own (test_measure.py has one): what it would do, once and here."""
+    """Memory without a process of its own: what it would do, once and here."""
     calls = []
 
     def here(function, threads, **arguments):
         if not calls:
             function(**json.loads(json.dumps(arguments)))
         calls.append(function)
-        return ChildResult(None, 100.0, 60.0)
+        return measure.ChildResult(None, 100.0, 60.0)
 
     monkeypatch.setattr(measure, "run_in_child", here)
     monkeypatch.setattr(measure, "matmul_tflops", lambda *_: 0.25)  # a second's work
@@ -55,6 +57,7 @@ def _bench_step(**changes):
     step.run(BenchStepOptions(**COMMON, **changes), **files).show(as_json=True)
 
 
+@pytest.mark.slow
 def test_step(capsys, no_children):
     _bench_step()
     result = _result(capsys)
@@ -72,6 +75,7 @@ def test_step(capsys, no_children):
     assert result["host"]["versions"]["torch"] and "ratio" not in result
 
 
+@pytest.mark.slow
 def test_step_compares_two_settings(capsys, no_children):
     _bench_step(compare="ds.zero_optimization.stage=0,3")
     result = _result(capsys)
@@ -83,6 +87,7 @@ def test_step_compares_two_settings(capsys, no_children):
     assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page and "torch" in page
 
 
+@pytest.mark.slow
 def test_a_trial_waits_for_real_images_and_is_traced_with_its_parts(tmp_path):
     """Without loader processes, all stages of loading are in it too; what is done within the wait is not waiting."""
     recipe = tiny_recipe(data__source="photos", data__workers="0").model_dump(mode="json")
@@ -113,6 +118,7 @@ def test_step_refuses(changes, says):
         _bench_step(**changes)
 
 
+@pytest.mark.slow
 def test_ladder(capsys, no_children):
     step.run_ladder(BenchLadderOptions(**COMMON), recipe=tiny_recipe()).show(as_json=True)
     result = _result(capsys)
@@ -142,6 +148,7 @@ def infer(capsys, tmp_path):
     return measured
 
 
+@pytest.mark.slow
 def test_inference(infer, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
     compiled = []  # without the minute that it takes
@@ -159,6 +166,7 @@ def test_inference(infer, monkeypatch):
         assert row["deviation"] < (0.05 if "bf16" in way else 1e-5)
 
 
+@pytest.mark.slow
 def test_inference_says_what_it_skips(infer, monkeypatch):
     def no_compiler(*_, **__):
         raise RuntimeError("no C++ compiler")
@@ -232,6 +240,7 @@ def plain(request):
     return request.param, _losses_and_teacher(EXACT[0], request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rung", [rung for rung in EXACT[1:] if rung.name != "channels-last images"], ids=lambda rung: rung.name
 )
@@ -246,15 +255,6 @@ def test_exact_steps_are_the_plain_step(rung, plain):
         torch.testing.assert_close(teacher[name], plain[1][name], rtol=0, atol=1e-6)
 
 
-def test_ladder_steps_grow_from_the_plain_step():
-    steps = step.all_steps()
-    plain = {"packed": False, "cls_only_last_block": False, "channels_last": False}
-    assert steps[0].performance == PerformanceOptions(**plain)
-    assert [rung.exact for rung in steps] == sorted((rung.exact for rung in steps), reverse=True)
-    whole = PerformanceOptions(channels_last=True)
-    assert EXACT[-1].performance == whole and EXACT[-1].tiled_loss
-
-
 def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
     monkeypatch.setattr(step, "on_amd", lambda: False)
@@ -265,3 +265,100 @@ def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     if not torch.cuda.is_available():
         bf16 = next(rung for rung in step.all_steps() if rung.name == "bf16")
         assert "no bf16 units" in step.why_skipped(bf16, recipe)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
+    init_distributed()
+    trial = measure.build_trial(*measure.resolve(tiny_recipe(), tiny_ds(0), "test.json", 4))
+    assert [tuple(view.shape) for view in all_crops(trial.batch.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
+    schedule = trial.step.schedule
+    assert not schedule.prototypes_frozen and not schedule.unfreeze_prototypes
+    assert schedule.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
+    before = copied(trial.step.teachers["ema"].state())
+    first = trial.run()
+    assert math.isfinite(float(first))
+    assert trial.step.applied_steps == 10001
+    after = copied(trial.step.teachers["ema"].state())
+    assert any(not torch.equal(before[name], value) for name, value in after.items())
+
+
+def take_memory(mib):
+    block = torch.ones(mib * 2**18)
+    return float(block.sum()), memory_gib() * 1024
+
+
+@pytest.mark.slow
+def test_a_child_tells_its_own_peak_memory():
+    """However large this process is: 150 MiB of work to 20 MiB of allocator and threads; by its metrics too."""
+    ballast = torch.ones(2**27)
+    result = measure.run_in_child(take_memory, threads=1, mib=150)
+    assert result.value == [150 * 2**18, pytest.approx(result.peak_mib, abs=1)]
+    assert result.peak_mib - result.imports_mib == pytest.approx(150, abs=20)
+    assert ballast.sum() == ballast.numel() and result.peak_mib < resident_mib()
+    gc.collect()
+
+
+def take_long():
+    return distributed.world_size() if distributed.world_size() > 1 else time.sleep(60)
+
+
+@pytest.mark.slow
+def test_children_end_at_their_limits_and_several_are_ranks():
+    with pytest.raises(measure.ChildOutOfMemory, match=r"took 0\.\d\d GiB, more than 0\.05"):
+        measure.run_in_child(take_memory, 1, measure.ChildLimits(gib=0.05), mib=150)
+    with pytest.raises(measure.ChildFailed, match="had not ended after 1 s"):
+        measure.run_in_child(take_long, 1, measure.ChildLimits(seconds=1.0))
+    assert measure.run_in_child(take_long, 1, measure.ChildLimits(ranks=2)).value == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [("echo on purpose >&2; exit 1", "without a result: on purpose"), ("kill -9 $$", "take a smaller batch")],
+)
+def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{code}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(measure.ChildFailed, match=says):
+        measure.run_in_child(take_memory, threads=1, mib=1)
+
+
+def test_runs_are_interleaved_in_turned_order_and_warm_up_is_not_counted():
+    order = []
+    timings = measure.time_interleaved(
+        {name: (lambda name=name: order.append(name)) for name in "ab"}, repeats=2, warmup=1, device=CPU
+    )
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert {name: len(t.all_seconds) for name, t in timings.items()} == {"a": 2, "b": 2}
+
+
+def test_what_waits_for_others_is_timed_by_the_wall(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert (measure.clock_of(CPU), measure.clock_of(CPU, waits=True), measure.clock_of(torch.device("cuda"))) == (
+        "cpu",
+        "wall",
+        "wall",
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert measure.clock_of(CPU) == "wall"
+
+
+@pytest.mark.slow
+def test_host_and_peak():
+    host = measure.describe_host()
+    assert host["versions"]["torch"] in measure.host_line(host)
+    assert json.dumps(host)
+    assert measure.matmul_tflops(CPU, torch.float32, repeats=1) > 0
+
+
+@pytest.mark.gpu
+def test_part_times_of_a_gpu_see_the_kernel():
+    device = torch.device("cuda", 0)
+    parts, a = measure.PartTimes(device), torch.ones(4096, 4096, device=device)
+    with listen(parts), named_range("teacher"):
+        a @ a
+    assert parts.read()["teacher"] > 1e-5
