@@ -115,10 +115,8 @@ class _GroundTruth(BaseModel):
 
 def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswers], setup: str) -> float:
     """Mean average precision in percent; ranking: the whole database for each query, most similar first.
-
     A precision is the area under the curve over recall by the trapezoidal rule, junk skipped; queries without positives
-    are left out, NaN if none is left. Equal to `compute_map` of revisitop.
-    """
+    are left out, NaN if none is left. Equal to `compute_map` of revisitop."""
     precisions = []
     for row, answer in zip(ranking, answers, strict=True):
         positive, junk = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
@@ -246,10 +244,8 @@ def _read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
 
 class LabelPropagation:
     """Propagates soft labels (classes, rows, columns) of a clip's first frame, frame by frame.
-
     A patch gets the mean label of the 5 most similar patches, weighted by exp(cosine / 0.1), among those at most 12
-    rows and columns away in the first frame and the last 7. Patches: (rows, columns, d), of any norm.
-    """
+    rows and columns away in the first frame and the last 7. Patches: (rows, columns, d), of any norm."""
 
     def __init__(self, patches: Tensor, labels: Tensor) -> None:
         self._first = F.normalize(patches, dim=-1), labels.movedim(0, -1)
@@ -284,9 +280,7 @@ def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, in
 
 def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray:
     """Soft labels of patches (classes, rows, columns) -> each pixel's class, uint8 (height, width).
-
-    As in the reference, each class is stretched to [0, 1] over the frame before the largest wins.
-    """
+    As in the reference, each class is stretched to [0, 1] over the frame before the largest wins."""
     fine = F.interpolate(soft[None], scale_factor=patch, mode="bilinear", align_corners=False)[0]
     lowest = fine.amin(dim=(1, 2), keepdim=True)
     span = fine.amax(dim=(1, 2), keepdim=True) - lowest

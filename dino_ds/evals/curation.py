@@ -64,10 +64,8 @@ class Vectors:
 @torch.no_grad()
 def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: cosines and places (q, k).
-
     All in FP64, equal rows giving equal cosines; of these the first comes first. FP32 products choose six candidates
-    more, and a query whose candidates may lack a neighbor, by the rounding of these products, is compared with all.
-    """
+    more, and a query whose candidates may lack a neighbor, by the rounding of these products, is compared with all."""
     k, wanted = min(k, len(bank)), min(k + 6, len(bank))
     near = torch.full((len(queries), wanted), -math.inf, device=bank.device)
     places = torch.zeros_like(near, dtype=torch.long)
@@ -104,10 +102,8 @@ def pairs_of_cosine(vectors: Vectors, threshold: float) -> Iterator[Pairs]:
 @torch.no_grad()
 def pairs_of_pictures(vectors: Vectors, thumbnails: np.ndarray) -> Iterator[Pairs]:
     """Pairs of rows, one among the 10 nearest of the other, whose thumbnails (n, 32 * 32) show the same.
-
     That is so where the details of a window of one correlate with those of the other by 0.92, at any shift and with
-    either of them up to an eighth larger.
-    """
+    either of them up to an eighth larger."""
     near = [nearest_rows(vectors.take(part), vectors, _NEIGHBORS + 1)[1] for part in vectors.parts(vectors.block)]
     second = np.concatenate(near)
     first = np.broadcast_to(np.arange(len(second))[:, None], second.shape)

@@ -43,11 +43,9 @@ def extract_features(
     describe: Callable[[Tensor], Tensor], source: Source, indices: Sequence[int], device: torch.device, reading: Reading
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Features (n, d) and labels (n,) of the images at `indices`, on `device`; and texts that name unreadable images.
-
     describe: images (b, 3, h, w) on `device` -> (b, d). Every rank must call it and gets all rows, in the order of
     `indices`, without the unreadable images. Labels are -1 for a source without labels. Raises GaveUp, and DataError
-    where a rank can read no image.
-    """
+    where a rank can read no image."""
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = LabeledImages(source, mine, reading)
     read = partial(load_batches, images, source, reading.workers, reading.progress, batch_size=reading.batch)
@@ -86,10 +84,8 @@ def extract_features(
 class Reading:
     """How an evaluation reads images: `transform` prepares them, `workers` processes load them (None: as many as fit
     the cores), files are read in `channels` channels, and `value_range` scales values of over 8 bits.
-
     With `batch` 1 images may have any sizes. `progress` labels a bar on rank 0, None for no bar; `give_up` is called
-    after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
-    """
+    after each batch. `memory` keeps the images for later evaluations with the same kind of transform."""
 
     transform: Callable[[Any], Tensor]
     workers: int | None = None

@@ -30,10 +30,11 @@ def test_the_notebook_in_docs_has_been_run():
     assert NOTEBOOK.stat().st_size < 300_000
 
 
+_FEW = '"data.workers": "0", "data.global_batch": "8"'
 SMALLER = {
-    "max_steps=300": "max_steps=2", '"150 steps"': '"0 steps", "data.workers": "0"', "3200 images": "128 images",
-    '"25 steps"': '"0 steps", "data.workers": "0"', "dino_ds.embed(run)\n": "dino_ds.embed(run, workers=0)\n",
-    "k=10)": "k=10, workers=0)", "len(source), 4)": "len(source), 40)", "labels[::4]": "labels[::40]",
+    "max_steps=300": "max_steps=2", '"150 steps"': f'"0 steps", {_FEW}', '"25 steps"': f'"0 steps", {_FEW}',
+    "3200 images": "16 images", "dino_ds.embed(run)\n": "dino_ds.embed(run, workers=0)\n",
+    "k=10)": "k=10, images=400, workers=0)", "len(source), 4)": "len(source), 40)", "labels[::4]": "labels[::40]",
     "epochs=30": "epochs=1", "epochs=5": "epochs=1",
 }  # fmt: skip
 """Than the run that is shown, and no processes that load images."""
