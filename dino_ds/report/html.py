@@ -116,7 +116,15 @@ def read_metrics(path: Path) -> Metrics:
         step = record.pop("step")
         for key, value in record.items():
             points.setdefault(key, array("d")).extend((step, value))
-    return Metrics({key: _curve_of(np.frombuffer(pairs)) for key, pairs in points.items()}, lines, broken)
+    curves = dict[str, Curve]()
+    for key, pairs in points.items():
+        steps, values = np.frombuffer(pairs)[0::2], np.frombuffer(pairs)[1::2]
+        # Arithmetic is safe without values that no run has: beyond 1e100 and below 1e-100.
+        size = np.abs(values)
+        sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
+        ascending, last = np.unique(steps[::-1], return_index=True)
+        curves[key] = Curve(ascending, sane[::-1][last])
+    return Metrics(curves, lines, broken)
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -128,16 +136,6 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     if not 0 <= values["step"] < 2**53 or len(values) < 2:
         raise ValueError("no step, or no value")
     return values
-
-
-def _curve_of(pairs: np.ndarray) -> Curve:
-    """Alternating steps and values, in the order of the file -> a curve; values beyond 1e100, which no run has, become
-    infinite, and those below 1e-100 zero, so that arithmetic is safe."""
-    steps, values = pairs[0::2], pairs[1::2]
-    size = np.abs(values)
-    sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
-    ascending, last = np.unique(steps[::-1], return_index=True)
-    return Curve(ascending, sane[::-1][last])
 
 
 @dataclass(frozen=True)

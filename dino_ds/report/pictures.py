@@ -186,12 +186,7 @@ class PeriodicPictures(PeriodicTask):
     every `every` steps, at the start and at the end of the run."""
 
     def __init__(
-        self,
-        source: Source,
-        every: int,
-        image_size: int,
-        normalization: Normalization,
-        value_range: ValueRange | None = None,
+        self, source: Source, every: int, image_size: int, normalization: Normalization, value_range: ValueRange | None
     ) -> None:
         self._source, self._every, self._image_size = source, every, image_size
         self._normalization, self._range = normalization, value_range

@@ -68,19 +68,15 @@ def run(options: ReportOptions) -> Result:
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
     facts = summarize(files)
-    text = f"{_line(facts)}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
-    return Result({"report": str(page), **facts}, text, value=page)
-
-
-def _line(facts: dict[str, Any]) -> str:
-    accuracies, planned = facts["knn"], facts["planned_steps"]
-    knn = f", k-NN {percent(accuracies.get('teacher'))} at step {number(accuracies['step'])}" if accuracies else ""
+    knn, planned = facts["knn"], facts["planned_steps"]
     of = f" of {number(planned)}" if planned else ""
-    return (
-        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}{of}, loss {nats(facts['loss'])}{knn}, "
+    accuracy = f", k-NN {percent(knn.get('teacher'))} at step {number(knn['step'])}" if knn else ""
+    text = (
+        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}{of}, loss {nats(facts['loss'])}{accuracy}, "
         f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
-        f"{gib(facts['memory_gib'])}"
+        f"{gib(facts['memory_gib'])}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
     )
+    return Result({"report": str(page), **facts}, text, value=page)
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:

@@ -85,16 +85,11 @@ def test_words_are_read_on_any_page_and_the_ground_is_clear():
 
 
 @pytest.mark.slow
-def test_likes_lie_together_on_the_map():
-    """Three far clusters are kept apart: neighbors on the map are of one cluster. The same points again."""
+def test_cosines_alone_place_an_image_on_the_map():
     generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(30) % 3
-    features = 8 * torch.eye(8)[labels] + torch.randn(30, 8, generator=generator)
-    points = torch.from_numpy(draw.place(features))
-    distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
-    assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9
-    lengths = 2.0 ** torch.randint(-2, 3, (30, 1), generator=generator)  # cosines decide; powers of 2 round nothing
-    assert bool((torch.from_numpy(draw.place(features * lengths)) == points).all())
+    features = torch.randn(30, 8, generator=generator)
+    lengths = 2.0 ** torch.randint(-2, 3, (30, 1), generator=generator)  # powers of 2 round nothing
+    np.testing.assert_array_equal(draw.place(features * lengths), draw.place(features))
     assert all(np.isfinite(draw.place(features[:few])).all() for few in (2, 3, 4))
 
 
