@@ -170,7 +170,6 @@ _LAYOUT = (
     f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
     "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
 )
-_SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 
 
@@ -208,7 +207,7 @@ def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
     objects = int(wanted[0].max())
     if objects == 0:
         raise DataError(f"DAVIS: the first frame of clip {clip} has no object: download it again")
-    sides = frame_sides(width, height, context.settings.size or _SIZE, model.stride)
+    sides = frame_sides(width, height, context.settings.size or 480, model.stride)
 
     def patches(index: int) -> Tensor:
         resized = _read(frames, index).resize(sides[::-1], Image.Resampling.BILINEAR)
@@ -272,7 +271,7 @@ class LabelPropagation:
 def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, int]:
     """(height, width) at which the model sees frames: the shorter side has `size` pixels, the longer one a multiple of
     64; both are rounded to multiples of the patch size."""
-    step = max(_SIDE_STEP // patch, 1) * patch
+    step = max(64 // patch, 1) * patch
     short = max(size // patch, 1) * patch
     long = max(int(size * max(width, height) / min(width, height)) // step * step, short)
     return (long, short) if height > width else (short, long)

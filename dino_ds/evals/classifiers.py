@@ -222,8 +222,7 @@ def _fit(
 
 def _minimise(loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float) -> Tensor:
     """Minimize by L-BFGS from `parameters` (classes, width + 1), with `strength` * |weights|^2 / 2 added.
-    Rank 0 runs the optimizer, so that rounding can't make ranks differ; the others only compute losses and
-    gradients."""
+    Rank 0 runs the optimizer, so that rounding can't make ranks differ; the others compute losses and gradients."""
     message = parameters.new_zeros(1 + parameters.numel())  # whether to continue, and the parameters
     if distributed.rank() > 0:
         while float(distributed.broadcast_from_first(message)[0]):

@@ -226,11 +226,9 @@ class EvalRunner(PeriodicTask):
         self._noted.update(self._notes)
         self._notes.clear()
         for name, result in results.items():
-            values = ", ".join(
-                short(value, 4) if metric == name else f"{metric} {short(value, 4)}"
-                for metric, value in result["results"].items()
-            )
-            label, text = ("k-NN", self.knn.news()) if name == "knn" else (name, values)
+            values = {"" if metric == name else f"{metric} ": value for metric, value in result["results"].items()}
+            shown = ", ".join(f"{metric}{short(value, 4)}" for metric, value in values.items())
+            label, text = ("k-NN", self.knn.news()) if name == "knn" else (name, shown)
             line, detail = f"{label:<8} at step {result['step']}: {text}", name == "statistics" and "knn" in results
             lines.append(Event(line, label, detail))
         return lines

@@ -172,9 +172,7 @@ def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> Eval
     """Run an evaluation up to its first use of the model, so that missing data is found before hours of work.
     Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, if its images, labels or
     benchmark are missing."""
-    methods = dict.fromkeys(("features", "patch_tokens"))
-    sizes = dict.fromkeys(("image_size", "stride", "side_multiple", "width"), 1)
-    no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalization=IMAGENET)
+    no_model: Any = SimpleNamespace(features=None, image_size=1, normalization=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):
         find_evaluation(name)(context)

@@ -114,16 +114,16 @@ def test_broken_images_are_left_out_and_test_images_choose_no_epoch(place, tmp_p
     for part in ("train", "test"):
         for folder in ("box", f"../masked/{part}/images"):
             (place / part / folder / "broken.png").write_bytes(b"broken")
-    program(place, tmp_path / "a", "--epochs", "2")
+    program(place, tmp_path / "a", "--epochs", "1")
     told = capsys.readouterr()
     assert told.err.count("left out: ") == 2 and "broken.png" in told.err
     assert "is chosen, by" in told.out and "test images: " in told.out.splitlines()[-1]
     swapped = ("--test", place / ("train" if program is _classify else "masked/train"))
-    program(place, tmp_path / "b", "--epochs", "2", *swapped)
+    program(place, tmp_path / "b", "--epochs", "1", *swapped)
     chosen = [line for line in told.out.splitlines() if "epoch " in line]
     assert [line for line in capsys.readouterr().out.splitlines() if "epoch " in line] == chosen
     with pytest.raises(SystemExit, match="2"):
-        program(place, tmp_path / "b", "--epochs", "2")
+        program(place, tmp_path / "b", "--epochs", "1")
     assert "is there already" in capsys.readouterr().err
     for broken in place.rglob("broken.png"):
         broken.unlink()
