@@ -151,7 +151,7 @@ def _page(results: dict[str, Any], context: EvalContext, model: str, seconds: fl
     train, test = context.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
     # Classes of the source, not of its features, which may not have been computed.
-    chance = [f"chance {100 / len(context.train_source.classes or ()):.1f} %"] if train else []
+    chance = [f"chance {100 / len(context.labeled_sources[0].classes or ()):.1f} %"] if train else []
     lines = [f"{model}: {', '.join(sets + chance) or 'images of a protocol'}"]
     for name, result in results.items():
         lines.append(f"{name} ({result['seconds']:.1f} s)")

@@ -115,10 +115,8 @@ class _GroundTruth(BaseModel):
 
 def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswers], setup: str) -> float:
     """Mean average precision in percent; ranking: the whole database for each query, most similar first.
-
     A precision is the area under the curve over recall by the trapezoidal rule, junk skipped; queries without positives
-    are left out, NaN if none is left. Equal to `compute_map` of revisitop.
-    """
+    are left out, NaN if none is left. Equal to `compute_map` of revisitop."""
     precisions = []
     for row, answer in zip(ranking, answers, strict=True):
         positive, junk = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
@@ -172,7 +170,6 @@ _LAYOUT = (
     f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
     "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
 )
-_SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 
 
@@ -210,7 +207,7 @@ def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
     objects = int(wanted[0].max())
     if objects == 0:
         raise DataError(f"DAVIS: the first frame of clip {clip} has no object: download it again")
-    sides = frame_sides(width, height, context.settings.size or _SIZE, model.stride)
+    sides = frame_sides(width, height, context.settings.size or 480, model.stride)
 
     def patches(index: int) -> Tensor:
         resized = _read(frames, index).resize(sides[::-1], Image.Resampling.BILINEAR)
@@ -246,10 +243,8 @@ def _read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
 
 class LabelPropagation:
     """Propagates soft labels (classes, rows, columns) of a clip's first frame, frame by frame.
-
     A patch gets the mean label of the 5 most similar patches, weighted by exp(cosine / 0.1), among those at most 12
-    rows and columns away in the first frame and the last 7. Patches: (rows, columns, d), of any norm.
-    """
+    rows and columns away in the first frame and the last 7. Patches: (rows, columns, d), of any norm."""
 
     def __init__(self, patches: Tensor, labels: Tensor) -> None:
         self._first = F.normalize(patches, dim=-1), labels.movedim(0, -1)
@@ -276,7 +271,7 @@ class LabelPropagation:
 def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, int]:
     """(height, width) at which the model sees frames: the shorter side has `size` pixels, the longer one a multiple of
     64; both are rounded to multiples of the patch size."""
-    step = max(_SIDE_STEP // patch, 1) * patch
+    step = max(64 // patch, 1) * patch
     short = max(size // patch, 1) * patch
     long = max(int(size * max(width, height) / min(width, height)) // step * step, short)
     return (long, short) if height > width else (short, long)
@@ -284,9 +279,7 @@ def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, in
 
 def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray:
     """Soft labels of patches (classes, rows, columns) -> each pixel's class, uint8 (height, width).
-
-    As in the reference, each class is stretched to [0, 1] over the frame before the largest wins.
-    """
+    As in the reference, each class is stretched to [0, 1] over the frame before the largest wins."""
     fine = F.interpolate(soft[None], scale_factor=patch, mode="bilinear", align_corners=False)[0]
     lowest = fine.amin(dim=(1, 2), keepdim=True)
     span = fine.amax(dim=(1, 2), keepdim=True) - lowest

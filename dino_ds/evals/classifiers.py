@@ -21,9 +21,6 @@ from dino_ds.evals.features import GaveUp
 # Size of a block of similarities in memory: 128 MiB. Fewer rows make the product slower.
 _QUERY_ROWS = 512
 _BANK_ROWS = 65536
-_PAIRS = 4096
-_RANK_IMAGES = 25600
-"""Number of images that RankMe's authors used."""
 _GROUP = 16
 """Columns in a group: a row's k largest values lie in the k groups with the largest maxima, a sixteenth to sort."""
 _REGULARISATIONS = tuple(10.0**exponent for exponent in range(-6, 3))
@@ -36,9 +33,7 @@ _MAX_STEPS = 1000
 
 def nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k rows of bank (m, d) nearest to each row of queries (q, d), of any norms: cosines and indices, (q, k).
-
-    Nearest first; k <= m. Exact: every pair is compared, a block at a time, so that 1M x 1M needs no more memory.
-    """
+    Nearest first; k <= m. Exact: every pair is compared, a block at a time, so that 1M x 1M needs no more memory."""
     blocks = zip(*_search(F.normalize(queries.float(), dim=-1), F.normalize(bank.float(), dim=-1), k), strict=True)
     cosines, indices = map(torch.cat, blocks)
     return cosines, indices
@@ -79,9 +74,7 @@ def topk_by_groups(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def knn_votes(similarity: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
     """Cosines (q, k) and labels (q, k) of the neighbors -> the votes for each class (q, classes).
-
-    The nearest neighbor's vote is scaled to 1: exp(cosine / temperature) overflows FP32 at temperatures below 0.011.
-    """
+    The nearest neighbor's vote is scaled to 1: exp(cosine / temperature) overflows FP32 at temperatures below 0.011."""
     votes = similarity.new_zeros(len(similarity), classes)
     return votes.scatter_add_(1, labels, ((similarity - similarity.amax(1, keepdim=True)) / temperature).exp())
 
@@ -91,10 +84,8 @@ def knn_accuracies(
     bank: Tensor, bank_labels: Tensor, queries: Tensor, query_labels: Tensor, ks: Sequence[int], temperature: float
 ) -> dict[int, float]:
     """Top-1 accuracy in percent for each of `ks`, from one search.
-
-    bank (m, d) and queries (q, d): features of any norm; labels (m,) and (q,): int64. A k above m counts as m.
-    Every rank must call it with the same rows; each rank searches for its share of the queries.
-    """
+    bank (m, d) and queries (q, d): features of any norm; labels (m,) and (q,): int64. A k above m counts as m. Every
+    rank must call it with the same rows; each rank searches for its share of the queries."""
     classes = int(bank_labels.max()) + 1
     mine = slice(distributed.rank(), None, distributed.world_size())
     unit, bank = F.normalize(queries[mine].float(), dim=-1), F.normalize(bank.float(), dim=-1)
@@ -110,30 +101,30 @@ def knn_accuracies(
 
 
 @torch.no_grad()
-def feature_statistics(features: Tensor, seed: int = 0) -> dict[str, float]:
+def feature_statistics(features: Tensor) -> dict[str, float]:
     """Statistics of features (n, d) of any norm; n >= 2.
 
     feature_std: mean over dimensions of the standard deviation of unit-length features, times sqrt(d): 1 for features
     spread evenly over the sphere, 0 for a collapse to one point (SimSiam, arXiv 2011.10566, figure 2).
     rankme: exp of the entropy of the singular values (arXiv 2210.02885, equation 1): number of directions in use, 1 to
-    d; of at most 25600 random features.
+    d; of at most 25600 random features, as its authors.
     uniformity: log of the mean of exp(-2 |x - y|^2) over pairs (arXiv 2005.10242): 0 for a point, lower is more even;
     over all pairs of at most 4096 random features.
     """
     features = features.float()
     unit = F.normalize(features, dim=-1)
     std = unit.std(dim=0, unbiased=False).mean() * features.shape[1] ** 0.5
-    singular = torch.linalg.svdvals(_drawn(features, _RANK_IMAGES, seed))
+    singular = torch.linalg.svdvals(_drawn(features, 25600))
     shares = singular / singular.sum() + 1e-7
     rankme = torch.exp(-(shares * shares.log()).sum())
-    uniformity = torch.pdist(_drawn(unit, _PAIRS, seed)).square().mul(-2).exp().mean().log()
+    uniformity = torch.pdist(_drawn(unit, 4096)).square().mul(-2).exp().mean().log()
     return {"feature_std": float(std), "rankme": float(rankme), "uniformity": float(uniformity)}
 
 
-def _drawn(rows: Tensor, most: int, seed: int) -> Tensor:
+def _drawn(rows: Tensor, most: int) -> Tensor:
     if len(rows) <= most:
         return rows
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     return rows[order[:most].to(rows.device)]
 
 
@@ -161,17 +152,14 @@ def fit_linear(
     labels: Tensor,
     classes: int,
     regularisations: Sequence[float] = _REGULARISATIONS,
-    seed: int = 0,
     give_up: Callable[[], bool] = lambda: False,
 ) -> LinearProbe:
     """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device.
-
     The regularization with the lowest loss on a held-out tenth of the images is used for the fit to all of them; with a
-    single image, the first regularization is used. Raises GaveUp.
-    """
+    single image, the first regularization is used. Raises GaveUp."""
     best, start = regularisations[0], None
     if len(regularisations) > 1 and len(labels) > 1:
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(labels.device)
         held = order[: max(1, int(0.1 * len(labels)))]
         rest = order[len(held) :]
         scores, starts = dict[float, float](), dict[float, Tensor]()
@@ -234,9 +222,7 @@ def _fit(
 
 def _minimise(loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float) -> Tensor:
     """Minimize by L-BFGS from `parameters` (classes, width + 1), with `strength` * |weights|^2 / 2 added.
-
-    Rank 0 runs the optimizer, so that rounding can't make ranks differ; the others only compute losses and gradients.
-    """
+    Rank 0 runs the optimizer, so that rounding can't make ranks differ; the others compute losses and gradients."""
     message = parameters.new_zeros(1 + parameters.numel())  # whether to continue, and the parameters
     if distributed.rank() > 0:
         while float(distributed.broadcast_from_first(message)[0]):

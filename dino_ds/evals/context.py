@@ -35,7 +35,6 @@ class Settings:
     Args:
         ks: numbers of neighbors.
         temperature: of the neighbors' votes.
-        seed: of all random choices.
         size: pixels of a side, None for the model's.
         images: most training images, and test images unless `test_images` is set; None for all.
         workers: loader processes per rank, None for a number that fits the cores.
@@ -45,7 +44,6 @@ class Settings:
 
     ks: tuple[int, ...] = (10, 20, 100, 200)
     temperature: float = 0.07
-    seed: int = 0
     size: int | None = None
     images: int | None = None
     test_images: int | None = None
@@ -65,12 +63,9 @@ class Labeled:
 
 class EvalContext:
     """A model, settings and images. Features are computed once, at first use; each rank computes a share.
-
     `sources` returns training and test images, or None for unnamed ones; it is called when they are first needed.
     `give_up` is called after each batch. `notes` collects what could not be read or was left out.
-
-    All ranks must use everything here together, and get the same results.
-    """
+    All ranks must use everything here together, and get the same results."""
 
     def __init__(
         self,
@@ -98,16 +93,6 @@ class EvalContext:
         `preflight_eval` runs them up to this call."""
 
     @property
-    def train_source(self) -> Source:
-        """The labeled training images. Raises DataError if there are none."""
-        return self._labeled_sources[0]
-
-    @property
-    def test_source(self) -> Source:
-        """The labeled test images, none of a class that training lacks. Raises DataError if there are none."""
-        return self._labeled_sources[1]
-
-    @property
     def any_source(self) -> Source:
         """The test images, or without these the training images, labeled or not. Raises DataError if there are none."""
         for source in reversed(self.sources):
@@ -118,12 +103,12 @@ class EvalContext:
     @cached_property
     def train_indices(self) -> list[int]:
         """The training images in use: labeled, at most `settings.images`, evenly spread."""
-        return images_in_use(self.train_source, self.settings.images)
+        return images_in_use(self.labeled_sources[0], self.settings.images)
 
     @cached_property
     def test_indices(self) -> list[int]:
         """`any_indices`, checked: raises DataError without labels, or for classes that no training image in use has."""
-        train, test = self.train_source, self.test_source
+        train, test = self.labeled_sources
         indices, classes = self.any_indices, train.classes or []
         wanted = _class_numbers(train, test)[np.asarray(test.labels)[indices]]
         known = np.asarray(train.labels)[self.train_indices]
@@ -141,14 +126,14 @@ class EvalContext:
 
     @cached_property
     def train(self) -> Labeled:
-        return self._describe(self.train_source, self.train_indices)
+        return self._describe(self.labeled_sources[0], self.train_indices)
 
     @cached_property
     def test(self) -> Labeled:
         """`any_images` as test images: labels are numbers of the training images' classes."""
         _ = self.test_indices  # raises an error if they don't fit
-        images, train = self.any_images, self.train_source
-        numbers = torch.from_numpy(_class_numbers(train, self.test_source).astype(np.int64)).to(self.device)
+        images, (train, test) = self.any_images, self.labeled_sources
+        numbers = torch.from_numpy(_class_numbers(train, test).astype(np.int64)).to(self.device)
         return Labeled(images.features, numbers[images.labels], len(train.classes or []))
 
     @cached_property
@@ -179,10 +164,8 @@ class EvalContext:
         batch: int = BATCH,
     ) -> tuple[Tensor, Tensor, list[str]]:
         """Apply `describe` to transformed images (b, ...); returns FP32 results in the order of `indices`, and labels.
-
         Every rank does its share. Images are of one size unless `batch` is 1; the texts name those that can't be read.
-        Raises GaveUp, DataError.
-        """
+        Raises GaveUp, DataError."""
         self.begin()
         workers, value_range = self.settings.workers, self.settings.value_range
         progress, channels = label if self.progress else None, len(self.backbone.normalization.mean)
@@ -195,7 +178,8 @@ class EvalContext:
         self.notes = list(dict.fromkeys([*self.notes, *lines]))
 
     @cached_property
-    def _labeled_sources(self) -> tuple[Source, Source]:
+    def labeled_sources(self) -> tuple[Source, Source]:
+        """Training and test images, both labeled, and these of no class that training lacks. Raises DataError."""
         train, test = self.sources
         if train is None:
             raise DataError("there are no training images: name labeled ones with --root DIR")

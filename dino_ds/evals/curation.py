@@ -24,8 +24,6 @@ SIDE = 32
 """Pixels of the thumbnails by which near-duplicates are told apart."""
 _INNER, _SIZES = 28, (28, 29, 30, 31, 32)
 """Side of the window of one thumbnail that is sought in another, and sides to which that thumbnail is shrunk before."""
-_ALIKE, _ROUGHLY, _NEIGHBORS = 0.92, 0.65, 10
-"""Correlations from which on thumbnails show the same, with their details and of 8 x 8 pixels; neighbors compared."""
 _MOST_CLUSTERS, _SAMPLE, _SAMPLE_OF_EACH = 2048, 16384, 32
 """Clusters at most, and rows, in all or for each of them, with which scikit-learn's k-means takes minutes at most."""
 
@@ -64,10 +62,8 @@ class Vectors:
 @torch.no_grad()
 def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: cosines and places (q, k).
-
     All in FP64, equal rows giving equal cosines; of these the first comes first. FP32 products choose six candidates
-    more, and a query whose candidates may lack a neighbor, by the rounding of these products, is compared with all.
-    """
+    more, and a query whose candidates may lack a neighbor, by the rounding of these products, is compared with all."""
     k, wanted = min(k, len(bank)), min(k + 6, len(bank))
     near = torch.full((len(queries), wanted), -math.inf, device=bank.device)
     places = torch.zeros_like(near, dtype=torch.long)
@@ -104,11 +100,9 @@ def pairs_of_cosine(vectors: Vectors, threshold: float) -> Iterator[Pairs]:
 @torch.no_grad()
 def pairs_of_pictures(vectors: Vectors, thumbnails: np.ndarray) -> Iterator[Pairs]:
     """Pairs of rows, one among the 10 nearest of the other, whose thumbnails (n, 32 * 32) show the same.
-
-    That is so where the details of a window of one correlate with those of the other by 0.92, at any shift and with
-    either of them up to an eighth larger.
-    """
-    near = [nearest_rows(vectors.take(part), vectors, _NEIGHBORS + 1)[1] for part in vectors.parts(vectors.block)]
+    That is so where 8 x 8 pixels correlate by 0.65, and the details of a window of one with those of the other by 0.92,
+    at any shift and with either of them up to an eighth larger."""
+    near = [nearest_rows(vectors.take(part), vectors, 11)[1] for part in vectors.parts(vectors.block)]
     second = np.concatenate(near)
     first = np.broadcast_to(np.arange(len(second))[:, None], second.shape)
     pairs = np.unique(np.minimum(first, second) * len(second) + np.maximum(first, second))
@@ -116,11 +110,11 @@ def pairs_of_pictures(vectors: Vectors, thumbnails: np.ndarray) -> Iterator[Pair
         ends = np.divmod(some, len(second))
         images = [torch.from_numpy(thumbnails[end].astype(np.float32)).view(-1, 1, SIDE, SIDE) for end in ends]
         rough = [_unit(F.avg_pool2d(image, SIDE // 8).flatten(1)) for image in images]
-        chosen = ((rough[0] * rough[1]).sum(dim=1) >= _ROUGHLY).numpy() & (ends[0] != ends[1])
+        chosen = ((rough[0] * rough[1]).sum(dim=1) >= 0.65).numpy() & (ends[0] != ends[1])
         if not chosen.any():
             continue
         left, right = (_details(image[chosen]) for image in images)
-        alike = (torch.maximum(_correlation(left, right), _correlation(right, left)) >= _ALIKE).numpy()
+        alike = (torch.maximum(_correlation(left, right), _correlation(right, left)) >= 0.92).numpy()
         yield ends[0][chosen][alike], ends[1][chosen][alike]
 
 

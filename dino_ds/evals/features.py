@@ -36,6 +36,8 @@ from dino_ds.errors import ConfigError, DataError, UserError
 from dino_ds.weights.load import Backbone
 
 BATCH = 64
+_Row = tuple[Tensor, int, int] | str
+_Batch = tuple[Tensor, Tensor, list[str]]
 
 
 @torch.no_grad()
@@ -43,11 +45,9 @@ def extract_features(
     describe: Callable[[Tensor], Tensor], source: Source, indices: Sequence[int], device: torch.device, reading: Reading
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Features (n, d) and labels (n,) of the images at `indices`, on `device`; and texts that name unreadable images.
-
     describe: images (b, 3, h, w) on `device` -> (b, d). Every rank must call it and gets all rows, in the order of
     `indices`, without the unreadable images. Labels are -1 for a source without labels. Raises GaveUp, and DataError
-    where a rank can read no image.
-    """
+    where a rank can read no image."""
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = LabeledImages(source, mine, reading)
     read = partial(load_batches, images, source, reading.workers, reading.progress, batch_size=reading.batch)
@@ -86,10 +86,8 @@ def extract_features(
 class Reading:
     """How an evaluation reads images: `transform` prepares them, `workers` processes load them (None: as many as fit
     the cores), files are read in `channels` channels, and `value_range` scales values of over 8 bits.
-
     With `batch` 1 images may have any sizes. `progress` labels a bar on rank 0, None for no bar; `give_up` is called
-    after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
-    """
+    after each batch. `memory` keeps the images for later evaluations with the same kind of transform."""
 
     transform: Callable[[Any], Tensor]
     workers: int | None = None
@@ -105,7 +103,7 @@ class GaveUp(Exception):
     """Raised on all ranks when `give_up` returned true on one of them."""
 
 
-def _copied(batch: tuple[Tensor, Tensor, list[str]]) -> tuple[Any, int]:
+def _copied(batch: _Batch) -> tuple[Any, int]:
     return (batch[0].clone(), batch[1].clone(), batch[2]), batch[0].nbytes
 
 
@@ -139,12 +137,8 @@ class ImageMemory:
 
 
 def load_batches(
-    images: Dataset[tuple[Tensor, int, int] | str],
-    source: Source,
-    workers: int | None,
-    progress: str | None,
-    **batching: Any,
-) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
+    images: Dataset[_Row], source: Source, workers: int | None, progress: str | None, **batching: Any
+) -> Generator[_Batch, None, None]:
     """Yield batches of `collate`, with a progress bar `progress` on rank 0; batching: arguments of the DataLoader.
     Closing the generator ends the loader's processes."""
     loader = DataLoader(images, collate_fn=collate, **batching, **worker_options(workers))
@@ -153,7 +147,7 @@ def load_batches(
         yield from tqdm(batches, progress, len(loader), leave=False, disable=hidden)
 
 
-class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
+class LabeledImages(Dataset[_Row]):
     def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
         self._source, self._indices, self._draws = source, indices, is_own(getattr(source, "whole", source))
         self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
@@ -163,7 +157,7 @@ class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
+    def __getitem__(self, i: Any) -> _Row:
         """The image, its index `i` and its label, or a text that names an unreadable image."""
         if self._draws:  # a user's source may draw: the same for an image in each evaluation
             seed_generators(self._indices[i])
@@ -172,12 +166,12 @@ class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
         except UnreadableImage as error:
             return str(error)
 
-    def __getitems__(self, items: list[int]) -> list[tuple[Tensor, int, int] | str]:
+    def __getitems__(self, items: list[int]) -> list[_Row]:
         prepare_images(self._source, [self._indices[item] for item in items])
         return [self[item] for item in items]
 
 
-def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+def collate(rows: list[_Row]) -> _Batch:
     """Images (b, 3, h, w) that could be read, their indices and labels (b, 2), and texts that name the others."""
     good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
     if not good:
@@ -186,11 +180,7 @@ def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, 
 
 
 def fill_rows(
-    rows: np.ndarray,
-    batch: tuple[Tensor, Tensor, list[str]],
-    describe: Callable[[Tensor], Tensor],
-    device: torch.device,
-    first: int = 0,
+    rows: np.ndarray, batch: _Batch, describe: Callable[[Tensor], Tensor], device: torch.device, first: int = 0
 ) -> list[str]:
     """Write the features of a batch of `load_batches` into the rows of its images; rows[0] is that of image `first`.
     Returns texts that name the images that can't be read, whose rows stay as they are."""

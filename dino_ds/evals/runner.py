@@ -48,10 +48,8 @@ Results = dict[str, dict[str, Any]]
 
 class EvalRunner(PeriodicTask):
     """Runs the evaluations `names` every `every` steps, always on the same images: `sources`, train and test.
-
     `best` tracks the best teacher and `held_out` measures a loss; each is None if the recipe does not ask for it. All
-    ranks must construct it. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
-    """
+    ranks must construct it. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class EvalRunner(PeriodicTask):
             except (ConfigError, DataError) as error:
                 raise with_recipe_keys(name, error) from None
             if name == "knn":
-                self.knn.chance = 100.0 / len(context.train_source.classes or ())
+                self.knn.chance = 100.0 / len(context.labeled_sources[0].classes or ())
                 self.knn.images = len(context.test_indices)
         digest = ""
         if distributed.rank() == 0:
@@ -91,9 +89,7 @@ class EvalRunner(PeriodicTask):
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
         """The runner for a recipe's `eval` section; None if eval.every is 0 steps, or there is nothing to evaluate.
-
-        Every rank must call it. Raises as the constructor does.
-        """
+        Every rank must call it. Raises as the constructor does."""
         section, data = recipe.eval, recipe.data
         every = evaluated_every(recipe, epoch_steps)
         if every == 0:
@@ -139,16 +135,25 @@ class EvalRunner(PeriodicTask):
             results, losses = (None, losses) if measured is None else (results, measured)
         if results is None:
             return False
-        stalled = self._track(moment, results, losses)
-        if self._anew and not moment.at_start:
-            stalled["measured_anew"] = 1  # evaluations before it were on other images or settings
-        self._anew = False
         metrics = dict[str, float]()
         for name, result in results.items():
             named = {f"eval/{metric}": value for metric, value in result["results"].items()}
             metrics |= self.knn.metrics() if name == "knn" else named
+        metrics |= losses
+        if self.best is not None:
+            if moment.at_start:
+                self.best.begin()
+            values = results.get(EVALUATION_OF.get(self.best.metric, ""), {}).get("results", losses)
+            is_knn = self.best.metric == "knn" and "knn" in results
+            value = self.knn.latest if is_knn else values.get(self.best.metric)
+            due = moment.at_start or moment.step % self._every == 0
+            self._improved = self.best.see(moment.step, value, due, moment.at_start)
+            metrics |= {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
+        if self._anew and not moment.at_start:
+            metrics["measured_anew"] = 1  # evaluations before it were on other images or settings
+        self._anew = False
         if results or losses:
-            moment.log.write({"step": moment.step, **metrics, **losses, **stalled})
+            moment.log.write({"step": moment.step, **metrics})
         moment.log.info(*self.lines(results))
         if losses:
             moment.log.info(f"val_loss at step {moment.step}: {losses['val_loss']:.4f}")
@@ -158,19 +163,6 @@ class EvalRunner(PeriodicTask):
             except (OSError, ValueError) as error:
                 moment.log.info(f"warning  {RESULTS} can't be written: {error}; training continues")
         return True
-
-    def _track(self, moment: StepContext, results: Results, losses: dict[str, float]) -> dict[str, int]:
-        """Pass the newest value to the tracker of the best teacher; returns its metrics."""
-        if self.best is None:
-            return {}
-        if moment.at_start:
-            self.best.begin()
-        name = self.best.metric
-        values = results.get(EVALUATION_OF.get(name, ""), {}).get("results", losses)
-        value = self.knn.latest if name == "knn" and name in results else values.get(name)
-        due = moment.at_start or moment.step % self._every == 0
-        self._improved = self.best.see(moment.step, value, due, moment.at_start)
-        return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
 
     def missed(self, step: int, at_start: bool) -> bool:
         was_due = self.best is not None and self.best.seen not in (None, step) and step % self._every == 0
@@ -188,20 +180,18 @@ class EvalRunner(PeriodicTask):
 
     def evaluate(self, moment: StepContext) -> Results | None:
         """Evaluate the teacher; returns the results, or None on all ranks if a stop was requested on one of them.
-
         Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note. Training's
-        random numbers stay unchanged.
-        """
+        random numbers stay unchanged."""
         teacher = live_teacher(moment.teacher, self._size, self._normalization)
         with suppress(GaveUp), keep_generators(moment.device), teacher as model:
             return self._evaluate(model, moment)
         return None
 
     def _evaluate(self, model: Backbone, moment: StepContext) -> Results:
+        settings, device, give_up = self._settings, moment.device, moment.stop_requested
+
         def context_of(model: Any) -> EvalContext:
-            context = EvalContext(
-                model, self._settings, moment.device, lambda: self._sources, moment.stop_requested, progress=False
-            )
+            context = EvalContext(model, settings, device, lambda: self._sources, give_up, progress=False)
             context.memory = self._memory
             return context
 
@@ -236,11 +226,9 @@ class EvalRunner(PeriodicTask):
         self._noted.update(self._notes)
         self._notes.clear()
         for name, result in results.items():
-            values = ", ".join(
-                short(value, 4) if metric == name else f"{metric} {short(value, 4)}"
-                for metric, value in result["results"].items()
-            )
-            label, text = ("k-NN", self.knn.news()) if name == "knn" else (name, values)
+            values = {"" if metric == name else f"{metric} ": value for metric, value in result["results"].items()}
+            shown = ", ".join(f"{metric}{short(value, 4)}" for metric, value in values.items())
+            label, text = ("k-NN", self.knn.news()) if name == "knn" else (name, shown)
             line, detail = f"{label:<8} at step {result['step']}: {text}", name == "statistics" and "knn" in results
             lines.append(Event(line, label, detail))
         return lines
@@ -283,9 +271,7 @@ def _find_names(
 
 class HeldOutLoss:
     """Measures the held-out loss: val_loss, and as val_NAME every scalar of the loss terms and their KL.
-
-    Crops and masks depend on the images and a fixed seed alone. Raises DataError for fewer than two images.
-    """
+    Crops and masks depend on the images and a fixed seed alone. Raises DataError for fewer than two images."""
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
         self._recipe, self._source = recipe, source
@@ -302,9 +288,7 @@ class HeldOutLoss:
 
     def measure(self, moment: StepContext) -> dict[str, float] | None:
         """The metrics, {} if images can't be read any more, or None if a stop was requested; the same on all ranks.
-
-        Leaves training's state and random numbers unchanged. Raises DataError only at the start of a run.
-        """
+        Leaves training's state and random numbers unchanged. Raises DataError only at the start of a run."""
         assert moment.training is not None
         scalars, losses, bad = moment.training.objective.scalars, dict[int, list[float]](), list[str]()
         ranks, mine = distributed.world_size(), distributed.rank()
@@ -352,9 +336,8 @@ class HeldOutLoss:
         options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
         keys = [[(0, index) for index in part] for part in my_parts]
         dataset = MultiCropDataset(self._source, MultiCrop.of(self._recipe), options)
-        loader: Any = DataLoader(
-            dataset, batch_sampler=keys, collate_fn=as_it_is, **worker_options(self._recipe.data.workers)
-        )
+        workers = worker_options(self._recipe.data.workers)
+        loader: Any = DataLoader(dataset, batch_sampler=keys, collate_fn=as_it_is, **workers)
         with started(loader, self._source) as batches:
             yield from batches
 

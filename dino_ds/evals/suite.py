@@ -50,9 +50,7 @@ def note_on_shared(
     """The share of the test images that are training images too, and notes for the user: those of the same file, or, of
     64 that are looked at, of the same name and content. Looks only if an evaluation needs both; all ranks must call it,
     and get rank 0's answer.
-
-    option: names other test images. which: what the test images are called.
-    """
+    option: names other test images. which: what the test images are called."""
     share, notes = 0.0, list[str]()
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
@@ -138,8 +136,7 @@ def _with_neighbors(ks: Sequence[int], images: int) -> list[int]:
 def linear(context: EvalContext) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
     test, train = context.test, context.train
-    seed, give_up = context.settings.seed, context.give_up
-    probe = fit_linear(train.features, train.labels, train.classes, seed=seed, give_up=give_up)
+    probe = fit_linear(train.features, train.labels, train.classes, give_up=context.give_up)
     return {
         "linear": probe.accuracy(test.features, test.labels),
         "linear_train": probe.accuracy(train.features, train.labels),
@@ -155,7 +152,7 @@ def ridge(context: EvalContext) -> dict[str, float]:
 
 def statistics(context: EvalContext) -> dict[str, float]:
     """Deviation, RankMe and uniformity of the features; no labels needed"""
-    return feature_statistics(context.any_images.features, context.settings.seed)
+    return feature_statistics(context.any_images.features)
 
 
 def find_evaluation(name: str) -> Callable[[EvalContext], dict[str, float]]:
@@ -173,13 +170,9 @@ def evaluate(name: str, context: EvalContext) -> dict[str, float]:
 
 def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
     """Run an evaluation up to its first use of the model, so that missing data is found before hours of work.
-
     Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, if its images, labels or
-    benchmark are missing.
-    """
-    methods = dict.fromkeys(("features", "patch_tokens"))
-    sizes = dict.fromkeys(("image_size", "stride", "side_multiple", "width"), 1)
-    no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalization=IMAGENET)
+    benchmark are missing."""
+    no_model: Any = SimpleNamespace(features=None, image_size=1, normalization=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):
         find_evaluation(name)(context)
@@ -192,7 +185,7 @@ class _Ready(Exception):
 
 class _Preflight(EvalContext):
     def begin(self) -> None:
-        if "_labeled_sources" in self.__dict__:  # it needs labels: check those of the test images too
+        if "labeled_sources" in self.__dict__:  # it needs labels: check those of the test images too
             _ = self.test_indices
         raise _Ready
 
@@ -206,9 +199,8 @@ def describe_result(
     data: str | None = None,
 ) -> dict[str, Any]:
     """Entry of one evaluation in evaluations.json (evals/tracking.py).
-
-    about: "step" and "images" of the model; data: the name of its images; a benchmark's entry has the benchmark's name.
-    """
+    about: "step" and "images" of the model; data: the name of its images; a benchmark's entry has the benchmark's
+    name."""
     train, test = (None, None) if name in BENCHMARKS else context.image_counts
     return {
         "step": about.get("step"),

@@ -57,10 +57,8 @@ def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 @dataclass
 class Best:
     """The best value of `metric` so far, its `step`, and the value at the start of the run.
-
     patience: number of evaluations without progress after which the run ends, None for never. Only evaluations that
-    eval.every asks for count, also over restarts. Progress is a better value than at the last progress.
-    """
+    eval.every asks for count, also over restarts. Progress is a better value than at the last progress."""
 
     metric: str
     patience: int | None = None
@@ -102,9 +100,7 @@ class Best:
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
         """Record the value of an evaluation, None if it was not possible; returns whether it is the best so far.
-
-        due: whether eval.every asks for this evaluation. at_start: whether the run has made no step yet.
-        """
+        due: whether eval.every asks for this evaluation. at_start: whether the run has made no step yet."""
         self.seen = step
         if value is None:
             return False
@@ -179,10 +175,8 @@ class Best:
 @dataclass
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
-
     chance: accuracy of guessing; images: number of test images; shared: the part of them that is trained on; began_as:
-    words for the network before training.
-    """
+    words for the network before training."""
 
     chance: float = 0.0
     images: int = 0

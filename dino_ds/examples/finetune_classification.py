@@ -35,11 +35,10 @@ from dino_ds.data.images import UnreadableImage, ValueRange
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WORKERS = min(4, os.cpu_count() or 1)
 NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers": WORKERS, "seed": 0}
-"""Default values of options."""
 
 
 def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Namespace:
-    """Read the command line and seed torch's random numbers. names: more options; numbers: more with default values."""
+    """Read the command line and seed torch's random numbers. names: more options; numbers: more, with defaults."""
     options = argparse.ArgumentParser()
     options.add_argument("model", type=Path, help="a folder of dino-ds export RUN --format timm")
     for name in ("train", "test", "out", *names):
@@ -77,8 +76,8 @@ def split(count: int, seed: int) -> tuple[list[int], list[int]]:
     """Places of training images to train on, and of a fifth of them to choose the epoch by."""
     if count < 2:
         sys.exit(f"--train has {count} images: one to train on and one to choose the epoch by are the fewest")
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    return order[-(-count // 5) :], order[: -(-count // 5)]
+    order, held = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist(), -(-count // 5)
+    return order[held:], order[:held]
 
 
 def fit(network: Any, data: Any, groups: Any, score: Callable[[Any], float], args: Any) -> None:

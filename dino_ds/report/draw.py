@@ -31,14 +31,8 @@ _GROUPS, _MAP = 20, 8.0
 
 
 class Sheet:
-    """Pictures in rows and columns of one Figure.
-
-    Args:
-        rows, columns: number of cells.
-        titles: one for each column.
-        captions: whether there is a line of text under each picture.
-        heading: what the pictures are, how many of how many, and what their colors mean.
-    """
+    """Pictures in rows and columns of one Figure, each with a line of text under it where there are `captions`.
+    heading: what the pictures are, how many of how many, and what their colors mean."""
 
     def __init__(
         self, rows: int, columns: int, titles: Sequence[str] = (), captions: bool = False, heading: str = ""
@@ -117,10 +111,8 @@ def draw_pca(pictures: Tensor, tokens: Tensor, heading: str = "") -> Figure:
 
 def patch_colors(tokens: Tensor) -> Tensor:
     """Patch tokens (..., d) -> their first three principal components as RGB (..., 3).
-
-    A color means the same in all images. A component's sign is arbitrary: its largest weight is made positive.
-    Source: DINOv3's `notebooks/pca.ipynb`: components of unit variance, doubled, through a sigmoid.
-    """
+    A color means the same in all images. A component's sign is arbitrary: its largest weight is made positive. Source:
+    DINOv3's `notebooks/pca.ipynb`: components of unit variance, doubled, through a sigmoid."""
     flat = tokens.flatten(0, -2).double()
     centered = flat - flat.mean(dim=0)
     values, vectors = torch.linalg.eigh(centered.T @ centered / len(centered))
@@ -139,9 +131,7 @@ def draw_neighbors(
     heading: str = "",
 ) -> Figure:
     """Draw a row for each query: the image, then its nearest neighbors; pictures (h, w, 3), with captions.
-
-    same_class: whether each neighbor is of the query's class, or None if no class is known, for its frame's color.
-    """
+    same_class: whether each neighbor is of the query's class, or None if no class is known, for its frame's color."""
     known = any(same is not None for row in same_class for same in row)
     titles = ["image", *[str(i + 1) for i in range(max(map(len, neighbors)))]]
     heading += "; frames: blue the same class, orange another" if known else ""
@@ -177,7 +167,18 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     figure.text(0.5, 1 - 0.2 / height, title, ha="center", fontsize=11, color=INK)
     colors = colormaps["tab20"]([*range(0, _GROUPS, 2), *range(1, _GROUPS, 2)])[:, :3]  # dark ones first, then light
     frames = [colors[names.index(group) % _GROUPS] for group in groups] if groups else [(0.6,) * 3] * len(points)
-    axes.imshow(_scatter(points, thumbnails, frames))
+    side = round(_MAP * DPI)
+    canvas = Image.new("RGBA", (side, side), (255, 255, 255, 0))
+    size = round(side * float(np.clip(0.7 / np.sqrt(len(points)), 0.03, 0.07)))
+    border = max(1, size // 18)
+    low, high = points.min(axis=0), points.max(axis=0)
+    places = (side - size) * (points - low) / np.maximum(high - low, 1e-12)
+    for i in np.argsort(-places[:, 1]):  # lower ones cover higher ones
+        left, top = round(float(places[i, 0])), side - size - round(float(places[i, 1]))
+        canvas.paste(tuple(round(255 * value) for value in frames[i]), (left, top, left + size, top + size))
+        inside = size - 2 * border
+        canvas.paste(Image.fromarray(thumbnails[i]).resize((inside, inside)), (left + border, top + border))
+    axes.imshow(np.asarray(canvas))
     axes.axis("off")
     if legend:
         spots = [axes.plot([], [], "s", color=colors[i])[0] for i in range(len(names))]
@@ -188,27 +189,11 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     return figure
 
 
-def _scatter(points: np.ndarray, thumbnails: Sequence[np.ndarray], frames: Sequence[Sequence[float]]) -> np.ndarray:
-    """Draw thumbnails with frames of these colors on a clear square, uint8 (h, w, 4); lower ones cover higher ones."""
-    side = round(_MAP * DPI)
-    canvas = Image.new("RGBA", (side, side), (255, 255, 255, 0))
-    size = round(side * float(np.clip(0.7 / np.sqrt(len(points)), 0.03, 0.07)))
-    border = max(1, size // 18)
-    low, high = points.min(axis=0), points.max(axis=0)
-    places = (side - size) * (points - low) / np.maximum(high - low, 1e-12)
-    for i in np.argsort(-places[:, 1]):
-        left, top = round(float(places[i, 0])), side - size - round(float(places[i, 1]))
-        canvas.paste(tuple(round(255 * value) for value in frames[i]), (left, top, left + size, top + size))
-        inside = size - 2 * border
-        canvas.paste(Image.fromarray(thumbnails[i]).resize((inside, inside)), (left + border, top + border))
-    return np.asarray(canvas)
-
-
-def heat(picture: Tensor, attention: Tensor, top: float | None = None) -> np.ndarray:
-    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at `top` or the map's maximum."""
+def heat(picture: Tensor, attention: Tensor) -> np.ndarray:
+    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at the map's maximum."""
     from matplotlib import colormaps
 
-    scaled = attention / max(float(attention.max()) if top is None else top, 1e-12)
+    scaled = attention / max(float(attention.max()), 1e-12)
     colors = torch.from_numpy(colormaps["inferno"](scaled.numpy())[..., :3])
     rows, columns = (
         torch.arange(side) * count // side for side, count in zip(picture.shape, attention.shape, strict=False)

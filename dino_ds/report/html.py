@@ -4,7 +4,6 @@ drawn as SVG by matplotlib; jinja2 escapes all text.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
-from PIL import Image, features
 
 from dino_ds.basics.files import read_lines
 from dino_ds.basics.formatting import number
@@ -118,7 +116,15 @@ def read_metrics(path: Path) -> Metrics:
         step = record.pop("step")
         for key, value in record.items():
             points.setdefault(key, array("d")).extend((step, value))
-    return Metrics({key: _curve_of(np.frombuffer(pairs)) for key, pairs in points.items()}, lines, broken)
+    curves = dict[str, Curve]()
+    for key, pairs in points.items():
+        steps, values = np.frombuffer(pairs)[0::2], np.frombuffer(pairs)[1::2]
+        # Arithmetic is safe without values that no run has: beyond 1e100 and below 1e-100.
+        size = np.abs(values)
+        sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
+        ascending, last = np.unique(steps[::-1], return_index=True)
+        curves[key] = Curve(ascending, sane[::-1][last])
+    return Metrics(curves, lines, broken)
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -130,16 +136,6 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     if not 0 <= values["step"] < 2**53 or len(values) < 2:
         raise ValueError("no step, or no value")
     return values
-
-
-def _curve_of(pairs: np.ndarray) -> Curve:
-    """Alternating steps and values, in the order of the file -> a curve; values beyond 1e100, which no run has, become
-    infinite, and those below 1e-100 zero, so that arithmetic is safe."""
-    steps, values = pairs[0::2], pairs[1::2]
-    size = np.abs(values)
-    sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
-    ascending, last = np.unique(steps[::-1], return_index=True)
-    return Curve(ascending, sane[::-1][last])
 
 
 @dataclass(frozen=True)
@@ -225,26 +221,21 @@ def find_others(metrics: Metrics) -> list[str]:
     return [key for key in metrics.curves if key not in known]
 
 
-def loss_chart(metrics: Metrics) -> Chart:
-    """Chart the loss; for an objective of one term with the entropy of its targets, below which it can't fall."""
-    lines, unit = [Line("loss", metrics["loss"])], ""
-    several = any(key.endswith(_LOSS) and key != f"{_HELD_OUT}loss" for key in metrics.curves)
-    if len(metrics[_ENTROPY]) and not several:
-        lines, unit = [*lines, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
-    title = "Loss, the weighted sum of all terms" if several else "Loss"
-    return Chart(title, unit, [*lines, *_before(metrics, "loss", "line")], {}, marks=metrics.marks)
-
-
-def knn_chart(metrics: Metrics) -> Chart:
-    knn = summarize_knn(metrics) or {}
+def learning_charts(metrics: Metrics) -> list[Chart]:
+    """Charts of k-NN and of the loss: of one term with the entropy of its targets, below which it can't fall."""
+    knn, marks = summarize_knn(metrics) or {}, metrics.marks
     levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
     at = f" at step {knn['step']:,}" if knn else ""
-    lines = [Line(f"teacher{at}", metrics[KNN], 3, "dots"), *_before(metrics, KNN, "dots")]
-    return Chart("k-NN top-1 of the teacher", "%", lines, levels, marks=metrics.marks)
-
-
-def _before(metrics: Metrics, key: str, kind: str) -> list[Line]:
-    return [Line("before the stage", metrics.before[key], 5, kind)] if key in metrics.before else []
+    accuracies, losses, unit = [Line(f"teacher{at}", metrics[KNN], 3, "dots")], [Line("loss", metrics["loss"])], ""
+    several = any(key.endswith(_LOSS) and key != f"{_HELD_OUT}loss" for key in metrics.curves)
+    if len(metrics[_ENTROPY]) and not several:
+        losses, unit = [*losses, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
+    for key, lines in ((KNN, accuracies), ("loss", losses)):
+        if key in metrics.before:
+            lines.append(Line("before the stage", metrics.before[key], 5, lines[0].kind))
+    title = "Loss, the weighted sum of all terms" if several else "Loss"
+    of_knn = Chart("k-NN top-1 of the teacher", "%", accuracies, levels, marks=marks)
+    return [of_knn, Chart(title, unit, losses, {}, marks=marks)]
 
 
 def curves_before(origin: Origin | None) -> dict[str, Curve]:
@@ -270,10 +261,8 @@ def curves_before(origin: Origin | None) -> dict[str, Curve]:
 
 def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
     """The newest and the best accuracy of the teacher, each with its step, and baselines, in percent; None without any.
-
     The first value is the baseline "untrained", or "start" if the run began with weights. Values before a resume with
-    other test images or settings do not count.
-    """
+    other test images or settings do not count."""
     curve, anew = metrics[KNN], metrics["measured_anew"]
     if len(anew):
         since = curve.x >= anew.x[-1]
@@ -337,11 +326,9 @@ def chart_svg(chart: Chart) -> str:
 
 
 def _plot(axes: Any, chart: Chart) -> None:
-    """Draw the lines and levels of a chart on matplotlib's axes, with limits that include all finite values.
-
-    y is logarithmic if all values are positive and the largest is at least 100 times the smallest. A curve with more
-    points than can be told apart becomes a band from the lowest to the highest values, with their mean over it.
-    """
+    """Draw the lines, and the levels dashed with name and value, in limits that include all finite values. y is
+    logarithmic if all values are positive and the largest is at least 100 times the smallest. A curve with more points
+    than can be told apart becomes a band from the lowest to the highest values, with their mean over it."""
     lines = [line for line in chart.lines if len(line.curve.finite)]
     values = np.concatenate([line.curve.finite for line in lines] or [np.zeros(1)])
     is_log = not chart.zero and values.min() > 0 and values.max() >= 100 * values.min()
@@ -367,20 +354,14 @@ def _plot(axes: Any, chart: Chart) -> None:
         axes.plot(x, y, "o-" if dotted else "-", color=color, markersize=4, linewidth=1.6, clip_on=False)
     for mark in {mark for steps in chart.marks.values() for mark in steps}:
         axes.axvline(mark, linestyle=(0, (1, 2)), color=COLORS[-1], linewidth=1.2)
-    _draw_levels(axes, chart)
-    _style(axes, chart.small, is_log)
-
-
-def _draw_levels(axes: Any, chart: Chart) -> None:
-    """Draw dashed lines with their names and values; names that would overlap move apart."""
-    height = axes.get_window_extent().height * 72 / axes.figure.dpi
-    room = 0.0
+    height, room = axes.get_window_extent().height * 72 / axes.figure.dpi, 0.0
     for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
         axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
         room = max(room, float(axes.transLimits.transform((0, value))[1]))
         shown = f"{name} {number(value, 3)}"
         axes.text(1.015, room, shown, transform=axes.transAxes, fontsize=7, va="center_baseline", color=_INK)
-        room += 13 / height  # points of a name's height
+        room += 13 / height  # points of a name's height: names that would overlap move apart
+    _style(axes, chart.small, is_log)
 
 
 def _style(axes: Any, small: bool, is_log: bool) -> None:
@@ -400,8 +381,6 @@ def _style(axes: Any, small: bool, is_log: bool) -> None:
 
 
 class Tag(NamedTuple):
-    """Text of a table's cell inside an element."""
-
     text: str
     css: str = ""
     tag: str = "span"
@@ -437,20 +416,3 @@ def build_document(title: str, body: str) -> str:
     """Wrap HTML into a complete document, whose content security policy forbids scripts and all requests."""
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
     return render("page.html", title=title, body=body, style=style)
-
-
-def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
-    """A data: URL of a PNG file, as WebP and at most `width` pixels wide, and the size in pixels. Raises OSError or
-    ValueError for what is not a picture."""
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            if image.width * image.height > 100_000_000:
-                raise ValueError(f"{image.width} x {image.height} pixels")
-            small = image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
-    except (SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(str(error)) from None
-    if small.width > width:
-        small = small.resize((width, max(1, round(small.height * width / small.width))), Image.Resampling.LANCZOS)
-    stream, kind = io.BytesIO(), "webp" if features.check("webp") else "png"
-    small.save(stream, kind.upper(), quality=84, method=5)
-    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}", small.size

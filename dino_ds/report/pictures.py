@@ -39,7 +39,6 @@ _HEADINGS = {
     "pca": "below, the first three principal components of all their patches as red, green and blue",
     "attention": "the CLS token attends most to the lightest patches",
 }
-_OF_PATCHES, _OF_FEATURES = tuple(_HEADINGS), ("map", "neighbors")
 _SHOWN, _BANK, _QUERIES, _NEIGHBORS, _THUMBNAIL = 4, 300, 6, 6, 128
 
 
@@ -89,11 +88,16 @@ def draw_pictures(
     at_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, Figure]]:
     """Yield (kind, Figure) of images spread evenly over a source; `at_batch` is called after each batch.
-
-    Raises ConfigError for a kind that the network does not support, DataError if the images can't be read.
-    """
-    if chosen := [kind for kind in _OF_PATCHES if kind in kinds]:
-        crop = EvalCrop(_side_of(model), model.normalization)
+    Raises ConfigError for a kind that the network does not support, DataError if the images can't be read."""
+    if chosen := [kind for kind in _HEADINGS if kind in kinds]:
+        # Twice the native side, but 16 to 30 patches and at least the native side, if the network takes another.
+        native = model.image_size // model.stride
+        side = model.stride * max(native, min(max(2 * native, 16), 30))
+        try:
+            model.network.check_image(side, side)
+        except ConfigError:
+            side = model.image_size
+        crop = EvalCrop(side, model.normalization)
         pixels = torch.stack([image for _, image in _read(source, _SHOWN, crop, value_range)]).to(device)
         pictures = draw.picture_of(pixels.cpu(), model.normalization.mean, model.normalization.std)
         for kind in chosen:
@@ -102,23 +106,11 @@ def draw_pictures(
             values = torch.cat([of_patches(image).float().cpu() for image in pixels.split(1)])
             yield kind, drawn(pictures, values, f"{len(pixels)} of {len(source):,} images; {_HEADINGS[kind]}")
             at_batch()
-    if chosen := [kind for kind in _OF_FEATURES if kind in kinds]:
+    if chosen := [kind for kind in ("map", "neighbors") if kind in kinds]:
         bank = _Bank(model, source, value_range, device, at_batch)
         for kind in chosen:
             yield kind, bank.draw_map() if kind == "map" else bank.draw_neighbors()
             at_batch()
-
-
-def _side_of(model: Backbone) -> int:
-    """Pixels of the side of images whose patches are shown: twice the native side, but 16 to 30 patches and at least
-    the native side; the native side if the network takes no other."""
-    native = model.image_size // model.stride
-    side = model.stride * max(native, min(max(2 * native, 16), 30))
-    try:
-        model.network.check_image(side, side)
-    except ConfigError:
-        return model.image_size
-    return side
 
 
 def _read(source: Source, count: int, crop: EvalCrop, value_range: ValueRange | None) -> Iterator[tuple[int, Tensor]]:
@@ -162,17 +154,17 @@ class _Bank:
             at_batch()
         if len(indices) < 2:
             raise DataError("one image alone has no neighbors and no map: name two or more (--root DIR)")
-        self._features, self._total = torch.cat(features), len(source)
+        self._features = torch.cat(features)
         labels, classes = source.labels, source.classes
         known = [-1 if labels is None else labels[i] for i in indices]
         self._groups = [classes[label] if classes and label >= 0 else None for label in known]
+        self._shown = f"{len(indices)} of {len(source):,} images"
 
     def draw_map(self) -> Figure:
-        points = draw.place(self._features)
         known = [group for group in self._groups if group is not None]
         groups = known if len(known) == len(self._groups) else None
-        title = f"t-SNE of the features of {len(points)} of {self._total:,} images"
-        return draw.draw_map(points, self._thumbnails, groups, f"{title}; frames: classes" if groups else title)
+        title = f"t-SNE of the features of {self._shown}{'; frames: classes' if groups else ''}"
+        return draw.draw_map(draw.place(self._features), self._thumbnails, groups, title)
 
     def draw_neighbors(self) -> Figure:
         """Draw the nearest images of some queries; a query is not its own neighbor."""
@@ -185,8 +177,7 @@ class _Bank:
             neighbors.append([self._thumbnails[i] for i, _ in others])
             captions.append([label or "", *[f"{cosine:.2f} {self._groups[i] or ''}" for i, cosine in others]])
             same_class.append([None if None in (label, other) else label == other for other in labels])
-        bank = f"{len(self._features)} of {self._total:,} images"
-        heading = f"{len(queries)} images and the nearest by their features, of {bank}, with cosines"
+        heading = f"{len(queries)} images and the nearest by their features, of {self._shown}, with cosines"
         return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions, same_class, heading)
 
 
@@ -195,12 +186,7 @@ class PeriodicPictures(PeriodicTask):
     every `every` steps, at the start and at the end of the run."""
 
     def __init__(
-        self,
-        source: Source,
-        every: int,
-        image_size: int,
-        normalization: Normalization,
-        value_range: ValueRange | None = None,
+        self, source: Source, every: int, image_size: int, normalization: Normalization, value_range: ValueRange | None
     ) -> None:
         self._source, self._every, self._image_size = source, every, image_size
         self._normalization, self._range = normalization, value_range

@@ -4,6 +4,8 @@ template run.html.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image, features
 
 from dino_ds import __version__
 from dino_ds.basics.files import check_absent, replace_file, why_not_writable
@@ -35,13 +38,7 @@ from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, RunFiles, read_run
 
 _NOISE, _FALL = 1.0, 0.2
 """_NOISE: difference in accuracy that may be noise, in points. _FALL: share of the gain whose loss is reported."""
-_STATES = {
-    "finished": "finished",
-    "stopped": "stopped",
-    "failed": "ended by an error",
-    "running": "still running",
-    "unfinished": "not finished",
-}
+_STATES = {"failed": "ended by an error", "running": "still running", "unfinished": "not finished"}
 _MOST = 12
 _PICTURES = {
     "map": "Map of images: those whose features are alike lie together",
@@ -71,19 +68,15 @@ def run(options: ReportOptions) -> Result:
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
     facts = summarize(files)
-    text = f"{_line(facts)}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
-    return Result({"report": str(page), **facts}, text, value=page)
-
-
-def _line(facts: dict[str, Any]) -> str:
-    accuracies, planned = facts["knn"], facts["planned_steps"]
-    knn = f", k-NN {percent(accuracies.get('teacher'))} at step {number(accuracies['step'])}" if accuracies else ""
+    knn, planned = facts["knn"], facts["planned_steps"]
     of = f" of {number(planned)}" if planned else ""
-    return (
-        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}{of}, loss {nats(facts['loss'])}{knn}, "
+    accuracy = f", k-NN {percent(knn.get('teacher'))} at step {number(knn['step'])}" if knn else ""
+    text = (
+        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}{of}, loss {nats(facts['loss'])}{accuracy}, "
         f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
-        f"{gib(facts['memory_gib'])}"
+        f"{gib(facts['memory_gib'])}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
     )
+    return Result({"report": str(page), **facts}, text, value=page)
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
@@ -201,6 +194,7 @@ def draw_run(run: RunFiles) -> str:
     level, verdict = judge_run(run, facts["knn"])
     step, planned = facts["step"], facts["planned_steps"]
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
+    state = facts["state"]
     events = run.events
     newest = {kind: (line, time) for kind, time, line in events.incidents if LEVELS[kind] == "bad"}
     times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in events.counts.items()}
@@ -208,7 +202,7 @@ def draw_run(run: RunFiles) -> str:
         "run.html",
         run=run,
         facts=facts,
-        state=html.Tag(f"{_STATES[facts['state']]}{at}", f"state {facts['state']}"),
+        state=html.Tag(f"{_STATES.get(state, state)}{at}", f"state {state}"),
         images=_images(run),
         level=level,
         verdict=verdict,
@@ -277,7 +271,7 @@ def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
 def _charts(metrics: html.Metrics) -> dict[str, Any]:
     """The charts in the order of the page; small ones of curves that change."""
     charts = {
-        "learning": [html.knn_chart(metrics), html.loss_chart(metrics)],
+        "learning": html.learning_charts(metrics),
         "speed": [series.chart(metrics, small=False) for series in html.SPEED],
         "others": [each.chart(metrics) for each in html.find_series(metrics) if not metrics[each.key].constant],
     }
@@ -312,11 +306,20 @@ def _step_of(path: Path, folder: Path) -> str:
 
 
 def _picture(path: Path, caption: str) -> dict[str, Any]:
-    """Embed one picture; return an `error` instead for a file that can't be read."""
+    """A PNG file as a data: URL of WebP, at most 1000 pixels wide; an `error` instead for what is no picture."""
     try:
-        address, (wide, high) = html.embedded_file(path, 1000)
-    except (OSError, ValueError) as error:
+        with Image.open(path, formats=["PNG"]) as image:
+            if image.width * image.height > 100_000_000:
+                raise ValueError(f"{image.width} x {image.height} pixels")
+            small = image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}"}
+    if small.width > 1000:
+        small = small.resize((1000, max(1, round(small.height * 1000 / small.width))), Image.Resampling.LANCZOS)
+    stream, kind = io.BytesIO(), "webp" if features.check("webp") else "png"
+    small.save(stream, kind.upper(), quality=84, method=5)
+    address = f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+    wide, high = small.size
     spans = wide > 2.2 * high  # both columns
     return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": spans}
 

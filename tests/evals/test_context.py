@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -10,23 +13,22 @@ from PIL import Image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.features import GaveUp
+from dino_ds.evals.features import GaveUp, Reading, extract_features, keep_generators
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 
 
 class _Images:
-    def __init__(self, labels, classes, broken=()):
-        self.labels, self.classes, self._broken = labels, classes, broken
+    def __init__(self, labels, classes, broken=(), count=0):
+        self.labels, self.classes, self._broken, self._count = labels, classes, broken, count
 
     def __len__(self):
-        return len(self.labels)
+        return self._count or len(self.labels)
 
     def load(self, index):
         if index in self._broken:
             raise UnreadableImage(str(index), "broken")
-        pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        return Image.fromarray(pixels)
+        return Image.fromarray(np.random.default_rng(index).integers(0, 256, (32, 32, 3), dtype=np.uint8))
 
     def name(self, index):
         return str(index)
@@ -68,9 +70,7 @@ def test_what_does_not_fit_is_said_before_anything_is_computed(train, test, word
 
 
 def test_what_needs_no_labels():
-    unlabeled = _Images(None, None)
-    unlabeled.labels, unlabeled.__class__ = None, _Unlabeled
-    context = _context(unlabeled, None)
+    context = _context(_Images(None, None, count=4), None)
     assert not context.any_images.classes and context.any_images.features.shape == (4, 64)
     with pytest.raises(DataError, match="there are no images"):
         _ = _context(None, None).any_source
@@ -81,11 +81,6 @@ def test_what_needs_no_labels():
     assert context.any_images.labels.tolist() == [1, 0]  # though b has no training image
     context = _context(train, _Images([0, -1], ["a"]))
     assert context.any_images.features is context.test.features and context.image_counts == (2, 1)
-
-
-class _Unlabeled(_Images):
-    def __len__(self):
-        return 4
 
 
 def test_unreadable_images_are_noted_once():
@@ -108,3 +103,33 @@ def _gives_up(rank):
 
 def test_all_ranks_give_up_together():
     assert run_on_ranks(_gives_up, 1) == [True, True]
+
+
+def _corners():
+    """The first pixel of each of eleven images, and its label."""
+    images = _Images([i % 3 for i in range(11)], ["a", "b", "c"])
+    reading = Reading(lambda image: torch.from_numpy(np.array(image, np.float32)).permute(2, 0, 1), workers=0)
+    corners, labels, _ = extract_features(lambda x: x[:, :, 0, 0], images, range(11), torch.device("cpu"), reading)
+    return corners.tolist(), labels.tolist(), [images.load(i).getpixel((0, 0)) for i in range(11)]
+
+
+def test_ranks_share_the_work_and_see_all_rows_in_order():
+    for corners, labels, wanted in (_corners(), *run_on_ranks(_corners)):
+        assert [tuple(corner) for corner in corners] == wanted and labels == [i % 3 for i in range(11)]
+
+
+def test_what_is_drawn_inside_is_not_missing_afterwards():
+    def draw():
+        return random.random(), np.random.random(), float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    wanted = draw()
+    for error in (None, OSError):
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        with contextlib.suppress(OSError), keep_generators(torch.device("cpu")):
+            draw()
+            if error is not None:
+                raise error
+        assert draw() == wanted

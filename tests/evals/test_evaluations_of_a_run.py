@@ -1,4 +1,4 @@
-"""Evaluations and pictures of a run, one object at a time. In whole runs: tests/run/test_best.py."""
+"""Evaluations of a run, one object at a time. In whole runs: tests/run/test_best.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalization import IMAGENET
@@ -24,37 +22,24 @@ from dino_ds.evals.context import Settings
 from dino_ds.evals.features import ImageMemory
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
-from dino_ds.report import draw
-from dino_ds.report import pictures as pictures_module
-from dino_ds.report.pictures import PeriodicPictures
 from dino_ds.run.run import StepContext
 from tests.run.harness import image_folder
 
-CPU = torch.device("cpu")
-K = 5
-_KINDS = [f"{side} {how}" for side in ("train", "test") for how in ("contents", "names", "classes")]
+_KINDS = ("train contents", "test contents", "train names", "test classes")
 
 
 class _Live:
     """In the place of a live teacher: a few pixels are the features."""
 
-    image_size, stride, side_multiple, width, is_vit, has_patches = 32, 8, 8, 6, True, True
-    normalization, network = IMAGENET, SimpleNamespace(check_image=lambda *_: None)
+    image_size, normalization = 32, IMAGENET
 
     def features(self, images):
         return images[:, :, 10, 10:12].flatten(1)
 
-    def patch_tokens(self, images):
-        return torch.nn.functional.unfold(images, 8, stride=8).mT.unflatten(1, [side // 8 for side in images.shape[2:]])
-
-    def attention(self, images):
-        return self.patch_tokens(images).abs().permute(0, 3, 1, 2)[:, :3]
-
 
 @pytest.fixture(autouse=True)
 def live(monkeypatch):
-    for module in (runner_module, pictures_module):
-        monkeypatch.setattr(module, "live_teacher", lambda *_: contextlib.nullcontext(_Live()))
+    monkeypatch.setattr(runner_module, "live_teacher", lambda *_: contextlib.nullcontext(_Live()))
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +49,13 @@ def sources(tmp_path_factory):
     return tuple(build_source("folder", str(root), "train", False) for root in roots)
 
 
-def _runner(sources, names=("knn", "linear"), k=K, limit=None, **changes):
+def _runner(sources, names=("knn", "linear"), k=5, limit=None, **changes):
     settings = {"ks": (k,), "workers": 0, "images": limit, "test_images": 100, **changes}
     return EvalRunner(names, 2, sources, Settings(**settings), 32, IMAGENET)
 
 
 def _evaluate(runner, step, give_up=lambda: False):
-    return runner.evaluate(_moment(step, give_up))
-
-
-def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
-    return StepContext(None, CPU, step, 8 * step, run_dir, log, give_up)
+    return runner.evaluate(StepContext(None, torch.device("cpu"), step, 8 * step, Path(), None, give_up))
 
 
 def test_whoever_gives_up_keeps_nothing(sources):
@@ -105,23 +86,18 @@ def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
 
 def _others(sources, tmp_path, what):
     """`sources` with other images of the same number in the place of the training or the test images."""
-    which = what.split()[0] == "test"
+    which = what.startswith("test")
     root = shutil.copytree(sources[which].name(0).rpartition("/class")[0], tmp_path / what.replace(" ", "_"))
     files = sorted(root.rglob("*.png"))
-    if what.endswith("contents"):
-        for file in files:  # the checksum at the end, which no decoder looks at
+    for file, other in zip(files, [*files[-3:], *files[:-3]], strict=True):
+        if what.endswith("contents"):  # the checksum at the end, which no decoder looks at
             file.write_bytes(file.read_bytes()[:-1] + b"x")
-    elif what.endswith("names"):
-        for file in files:
+        elif what.endswith("names"):
             file.rename(file.with_name(f"x{file.name}"))
-    elif what.endswith("classes"):
-        for file, other in zip(files, [*files[-3:], *files[:-3]], strict=True):
-            file.rename(other.parent / f"{file.stem}.tmp")
-        for file in root.rglob("*.tmp"):
-            file.rename(file.with_suffix(".png"))
-    found = list(sources)
-    found[which] = build_source("folder", str(root), "train", False)
-    return tuple(found)
+        elif what.endswith("classes"):
+            file.rename(other.parent / file.name)
+    other = build_source("folder", str(root), "train", False)
+    return (sources[0], other) if which else (other, sources[1])
 
 
 @pytest.mark.parametrize("what", ["k", "temperature", "bank", "limit", "moved", *_KINDS])
@@ -143,11 +119,8 @@ def test_values_are_kept_for_the_same_images_and_settings_alone(sources, tmp_pat
     assert (now.knn.raw, now.knn.latest, now.knn.untrained, now.best.value, now.best.start) == (None,) * 5
     assert now.missed(2, False) and len(now._notes) == 2
     lines = now.lines(_evaluate(now, 2))
-    assert (
-        f"k-NN {first.knn.latest:.1f} % at step 0" in lines[0]
-        and "of other images or settings" in lines[0]
-        and "sought anew" in lines[1]
-    )
+    assert f"k-NN {first.knn.latest:.1f} % at step 0" in lines[0] and "of other images or settings" in lines[0]
+    assert "sought anew" in lines[1]
     assert now.knn.raw is not None and "untrained" not in now.knn.line()
 
 
@@ -165,37 +138,29 @@ def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypa
     assert (runner.knn.latest, len(reads)) == (kept, 6)
 
 
-def test_a_teacher_below_raw_pixels_is_warned_of(sources):
+def test_a_teacher_below_raw_pixels_is_warned_of():
     knn = Knn()
-    assert knn.warning() is None
     knn.see(3, 24.0, 24.0)
-    assert knn.warning() is None
+    assert Knn().warning() is None and knn.warning() is None
     knn.see(4, 20.4, 24.0)
     assert "below that of raw pixels (20.4 % and 24.0 %); train longer (--length)" in knn.warning()
     assert "; train to the end (--max_steps cut this run short)" in knn.summary(cut=True)[0]
 
 
-@pytest.mark.parametrize(
-    ("length", "every", "wanted"),
-    [
-        ("550 steps", "100 steps", 100),
-        ("550 steps", "0 epochs", 0),
-        ("5 steps", "5 epochs", 1),
-        ("100 epochs", "5 epochs", 50),
-    ],
-)
-def test_a_short_run_is_evaluated_ten_times(length, every, wanted):
+def test_a_short_run_is_evaluated_ten_times():
     """Unless steps are named."""
-    assert evaluated_every(load_recipe(None, {"length": length, "eval.every": every}), 10) == wanted
+    for length, every, wanted in (
+        *(("550 steps", "100 steps", 100), ("550 steps", "0 epochs", 0), ("550 steps", "9 epochs", 55)),
+        *(("5 steps", "5 epochs", 1), ("100 epochs", "5 epochs", 50)),
+    ):
+        assert evaluated_every(load_recipe(None, {"length": length, "eval.every": every}), 10) == wanted
 
 
-@pytest.mark.parametrize("root", [None, "nowhere"])
-def test_test_images_that_are_not_read_are_named(root):
+def test_test_images_that_are_not_read_are_named():
     """A source with test images of its own takes no others: a given folder is not dropped in silence."""
-    recipe = load_recipe("quickstart", {"eval.root": root} if root else {})
+    recipe = load_recipe("quickstart", {"eval.root": "nowhere"})
     runner = EvalRunner.build(recipe, build_source("photos", None, "train", False), 10)
-    said = [note for note in runner._notes if "eval.root" in note]
-    assert said == (["eval.root nowhere is not read: data.source photos has its own test images"] if root else [])
+    assert "eval.root nowhere is not read: data.source photos has its own test images" in runner._notes
 
 
 def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
@@ -210,20 +175,3 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     for pair, which in (((unlabeled, test), "training"), ((train, unlabeled), "test")):
         with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
             _runner(pair, ("linear",))
-
-
-@pytest.mark.slow
-def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(draw, "place", lambda features: features[:, :2].numpy())
-    root = image_folder(tmp_path / "images")
-    source = build_source("folder", str(root), "train", False)
-    (root / "005.png").write_bytes(b"")
-    album, shown = PeriodicPictures(source, 2, 32, IMAGENET), []
-    log = SimpleNamespace(picture=lambda name, image, step: shown.append((name, step, image)))
-    for step in (0, 2):
-        assert album.run(_moment(step, run_dir=tmp_path, log=log))
-    names = [(name, step) for name, step, _ in shown]
-    assert names == [(name, step) for step in (0, 2) for name in ("pca", "map", "neighbors")]
-    assert torch.equal(shown[0][2], shown[3][2]) and shown[0][2].dtype == torch.uint8
-    with Image.open(tmp_path / "pictures/step_00000002/pca.png") as picture:
-        assert picture.size == (shown[3][2].shape[2], shown[3][2].shape[1])

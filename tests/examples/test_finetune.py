@@ -21,7 +21,6 @@ from dino_ds.weights.export import export_timm
 from dino_ds.weights.load import Backbone
 
 NAMES = ("background", "disc", "box")
-QUICK = ("--workers", "0", "--batch", "16")
 
 
 def _draw(source, number):
@@ -41,11 +40,8 @@ def draw_images(path):
     for part, numbers in (("train", range(96)), ("test", range(96, 144))):
         for number in numbers:
             image, mask, name = _draw(source, number)
-            for folder, picture in (
-                (f"masked/{part}/images", image),
-                (f"masked/{part}/masks", mask),
-                (f"{part}/{name}", image),
-            ):
+            pictures = {f"masked/{part}/images": image, f"masked/{part}/masks": mask, f"{part}/{name}": image}
+            for folder, picture in pictures.items():
                 (path / folder).mkdir(parents=True, exist_ok=True)
                 picture.save(path / folder / f"{number:03d}.png")
 
@@ -55,28 +51,29 @@ def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("finetune")
     torch.manual_seed(0)
     spec = dataclasses.replace(VITS["vit_tiny_patch16_224"], patch_size=8, width=48, depth=2, heads=2)
-    export_timm(
-        Backbone(build_backbone(spec, 32), 32, "a test", {"mean": [0.5] * 3, "std": [0.25] * 3}), path / "model"
-    )
+    backbone = Backbone(build_backbone(spec, 32), 32, "a test", {"mean": [0.5] * 3, "std": [0.25] * 3})
+    export_timm(backbone, path / "model")
     draw_images(path)
     return path
 
 
+def _run(program, place, images, out, *more):
+    parts = (place / "model", "--train", images / "train", "--test", images / "test", "--out", out)
+    return program.main([str(word) for word in (*parts, "--workers", "0", "--batch", "16", *more)])
+
+
 def _classify(place, out, *more):
-    parts = ("--train", place / "train", "--test", place / "test", "--out", out)
-    return finetune_classification.main([str(word) for word in (place / "model", *parts, *QUICK, *more)])
+    return _run(finetune_classification, place, place, out, *more)
 
 
 def _segment(place, out, *more):
-    parts = ("--train", place / "masked/train", "--test", place / "masked/test", "--out", out)
-    words = (place / "model", *parts, "--classes", ",".join(NAMES), *QUICK, *more)
-    return finetune_segmentation.main([str(word) for word in words])
+    return _run(finetune_segmentation, place, place / "masked", out, "--classes", ",".join(NAMES), *more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("--frozen",)])
 def test_classes_are_learned_and_the_best_weights_load_in_timm(place, tmp_path, capsys, frozen):
-    best = _classify(place, tmp_path, "--epochs", "8", "--lr", "1e-2", *frozen)
+    best = _classify(place, tmp_path, "--epochs", "6", "--lr", "1e-2", *frozen)
     assert best > 80  # chance 50
     network = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     weights = load_file(tmp_path / "model.safetensors")
@@ -117,16 +114,16 @@ def test_broken_images_are_left_out_and_test_images_choose_no_epoch(place, tmp_p
     for part in ("train", "test"):
         for folder in ("box", f"../masked/{part}/images"):
             (place / part / folder / "broken.png").write_bytes(b"broken")
-    program(place, tmp_path / "a", "--epochs", "2")
+    program(place, tmp_path / "a", "--epochs", "1")
     told = capsys.readouterr()
     assert told.err.count("left out: ") == 2 and "broken.png" in told.err
     assert "is chosen, by" in told.out and "test images: " in told.out.splitlines()[-1]
     swapped = ("--test", place / ("train" if program is _classify else "masked/train"))
-    program(place, tmp_path / "b", "--epochs", "2", *swapped)
+    program(place, tmp_path / "b", "--epochs", "1", *swapped)
     chosen = [line for line in told.out.splitlines() if "epoch " in line]
     assert [line for line in capsys.readouterr().out.splitlines() if "epoch " in line] == chosen
     with pytest.raises(SystemExit, match="2"):
-        program(place, tmp_path / "b", "--epochs", "2")
+        program(place, tmp_path / "b", "--epochs", "1")
     assert "is there already" in capsys.readouterr().err
     for broken in place.rglob("broken.png"):
         broken.unlink()

@@ -15,13 +15,8 @@ from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.health.beat import Event
 
 SMALL = {"data.source": "photos", "data.global_batch": "64", "crops.global_size": "32", "crops.local_size": "16"}
-SMALL |= {
-    "model.patch_size": "8",
-    "model.width": "32",
-    "model.depth": "2",
-    "model.heads": "2",
-    "head.prototypes": "256",
-}
+SMALL |= {"model.patch_size": "8", "model.width": "32", "model.depth": "2", "model.heads": "2"}
+SMALL["head.prototypes"] = "256"
 STAMP = "2026-11-21T16:47:54Z"
 EVENTS = [
     Event("images   2880 in photos; global batch 64 = micro-batch 32 x accumulation 1 x ranks 2; 45 steps an epoch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,18 +16,6 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.definition import PicturesOptions
 from dino_ds.report import draw
-from dino_ds.report.draw import (
-    Sheet,
-    draw_attention,
-    draw_neighbors,
-    draw_pca,
-    figure_pixels,
-    heat,
-    patch_colors,
-    picture_of,
-    place,
-    png_of,
-)
 from dino_ds.report.html import Chart, Curve, Line, _plot, chart_svg, read_metrics
 from dino_ds.report.pictures import KINDS, PeriodicPictures, run
 from dino_ds.weights.export import FORMATS
@@ -38,7 +26,8 @@ from tests.weights.test_weights import _backbone
 
 @pytest.fixture
 def pictures():
-    return picture_of(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), (0.5,) * 3, (0.25,) * 3)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return draw.picture_of(images, (0.5,) * 3, (0.25,) * 3)
 
 
 def _shown(figure):
@@ -50,47 +39,36 @@ def _shown(figure):
 def test_figures_show_everything(pictures):
     assert pictures.min() >= 0 and pictures.max() <= 1 and pictures.shape == (2, 32, 32, 3)
     attention = torch.rand(2, 3, 4, 4)
-    shown, words = _shown(
-        draw_attention(
-            pictures,
-            attention,
-            "2 of 9 images; light is much and dark is little attention, in words that fill two lines",
-        )
-    )
+    heading = "2 of 9 images; light is much and dark is little attention, in words that fill two lines"
+    shown, words = _shown(draw.draw_attention(pictures, attention, heading))
     assert words[2:] == ["image", "head 0", "head 1", "head 2"] and " ".join(words[:2]).endswith("fill two lines")
-    expected = [
-        one
-        for picture, maps in zip(pictures, attention, strict=True)
-        for one in (picture.numpy(), *(heat(picture, head) for head in maps))
-    ]
-    for found, wanted in zip(shown, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
-    assert "12 of 14 heads" in _shown(draw_attention(pictures, torch.rand(2, 14, 4, 4)))[1][0]
-    assert len(_shown(draw_pca(pictures, torch.randn(2, 4, 4, 8)))[0]) == 4
+    for row in range(2):
+        expected = pictures[row].numpy(), *(draw.heat(pictures[row], head) for head in attention[row])
+        np.testing.assert_allclose(np.stack(shown[4 * row : 4 * row + 4]), np.stack(expected), atol=1e-6)
+    assert "12 of 14 heads" in _shown(draw.draw_attention(pictures, torch.rand(2, 14, 4, 4)))[1][0]
+    assert len(_shown(draw.draw_pca(pictures, torch.randn(2, 4, 4, 8)))[0]) == 4
 
 
 def test_the_frame_of_a_neighbor_says_whether_it_is_of_the_class(pictures):
     picture = pictures[0].numpy()
-    figure = draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
+    figure = draw.draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
     colors = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
     assert len(colors) == 2 and colors[0][2] > colors[0][0] and colors[1][0] > colors[1][2]
-    assert (
-        _shown(figure)[1][-7:] == ["image", "1", "2", "3", "q", "a", "b", "c"][1:]
-        and "blue the same" in _shown(figure)[1][0]
-    )
-    assert _shown(draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
+    words = _shown(figure)[1]
+    assert words[-8:] == ["image", "1", "2", "3", "q", "a", "b", "c"] and "blue the same" in words[0]
+    assert _shown(draw.draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
 
 
 def test_heat_is_warmest_where_attention_is_strongest():
-    warm = heat(torch.full((16, 32, 3), 0.4), torch.tensor([[0.0, 3.0], [0.0, 1.0]]))
+    warm = draw.heat(torch.full((16, 32, 3), 0.4), torch.tensor([[0.0, 3.0], [0.0, 1.0]]))
     assert warm.shape == (16, 32, 3) and warm[4, 24].sum() > warm[12, 24].sum() > warm[4, 8].sum()
 
 
 def test_pictures_keep_their_shape_and_place():
     """A wide picture is not stretched; what is put into a cell is there and nowhere else."""
-    sheet = Sheet(1, 2)
+    sheet = draw.Sheet(1, 2)
     sheet.put(0, 1, np.zeros((10, 20, 3)))
-    pixels = figure_pixels(sheet.figure)
+    pixels = draw.figure_pixels(sheet.figure)
     rows, columns = np.nonzero((pixels[..., :3] < 50).all(axis=-1))
     assert abs((np.ptp(columns) + 1) / (np.ptp(rows) + 1) - 2) < 0.05
     assert columns.min() > pixels.shape[1] / 2
@@ -98,27 +76,21 @@ def test_pictures_keep_their_shape_and_place():
 
 def test_words_are_read_on_any_page_and_the_ground_is_clear():
     """Of a PNG file with a palette: colors of pictures stay, words have one color, what is not drawn is clear."""
-    sheet = Sheet(1, 2, heading="words")
+    sheet = draw.Sheet(1, 2, heading="words")
     sheet.put(0, 0, np.full((10, 10, 3), (1.0, 0.0, 0.0)))
-    pixels = figure_pixels(sheet.figure)
-    again = np.asarray(Image.open(io.BytesIO(png_of(pixels))).convert("RGBA")).astype(int)
+    pixels = draw.figure_pixels(sheet.figure)
+    again = np.asarray(Image.open(io.BytesIO(draw.png_of(pixels))).convert("RGBA")).astype(int)
     assert np.abs(again[..., 3] - pixels[..., 3]).max() < 17 and again[-20, -20, 3] == 0
     assert {tuple(color) for color in again[again[..., 3] > 0][:, :3].tolist()} == {(255, 0, 0), (0x72, 0x7C, 0x8B)}
 
 
 @pytest.mark.slow
-def test_likes_lie_together_on_the_map():
-    """Three far clusters are kept apart: neighbors on the map are of one cluster. The same points again."""
+def test_cosines_alone_place_an_image_on_the_map():
     generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(30) % 3
-    features = 8 * torch.eye(8)[labels] + torch.randn(30, 8, generator=generator)
-    points = torch.from_numpy(place(features))
-    distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
-    assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9
-    lengths = 2.0 ** torch.randint(-2, 3, (30, 1), generator=generator)  # cosines decide; powers of 2 round nothing
-    for same in (features, features * lengths):
-        assert bool((torch.from_numpy(place(same)) == points).all())
-    assert all(np.isfinite(place(features[:few])).all() for few in (2, 3, 4))
+    features = torch.randn(30, 8, generator=generator)
+    lengths = 2.0 ** torch.randint(-2, 3, (30, 1), generator=generator)  # powers of 2 round nothing
+    np.testing.assert_array_equal(draw.place(features * lengths), draw.place(features))
+    assert all(np.isfinite(draw.place(features[:few])).all() for few in (2, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -154,43 +126,27 @@ def test_colors_are_the_first_three_components_whitened_through_a_sigmoid():
     _, _, axes = np.linalg.svd(centered, full_matrices=False)
     scores = centered @ axes[:3].T
     wanted = 1 / (1 + np.exp(-2 * scores / scores.std(axis=0)))
-    found = patch_colors(tokens)
-    assert found.shape == (2, 6, 6, 3) and torch.equal(found, patch_colors(tokens))
+    found = draw.patch_colors(tokens)
+    assert found.shape == (2, 6, 6, 3)
     for i, row in enumerate(found.flatten(0, 2).numpy().T):
         assert min(abs(row - wanted[:, i]).max(), abs(1 - row - wanted[:, i]).max()) < 1e-5
-    assert bool((patch_colors(torch.ones(1, 3, 3, 8)) == 0.5).all())
+    assert bool((draw.patch_colors(torch.ones(1, 3, 3, 8)) == 0.5).all())
 
 
-def _read(tmp_path, text):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(text)
-    return read_metrics(path)
-
-
-def test_broken_lines_are_skipped_and_counted(tmp_path):
+def test_lines_of_metrics_jsonl_become_curves(tmp_path):
+    """Broken ones are counted; NaN and infinity are text there; of a step written twice the later line counts."""
     lines = [
         '{"step": 1, "loss": 4.0}', '{"step": 2, "loss"', "[1, 2]", "\x00\x00", '{"loss": 3.0}',
         '{"step": "x", "loss": 3.0}', '{"step": -1, "loss": 3.0}', "", '{"step": 1e400, "loss": 3.0}', "[" * 3000,
         '{"step": 4}', '{"step": 3, "loss": 3.0, "what": "text", "why": null, "list": [1]}',
+        '{"step": 5, "loss": "nan"}', '{"step": 6, "loss": "-inf"}', '{"step": 3, "loss": 2.0}',
     ]  # fmt: skip
-    metrics = _read(tmp_path, "\n".join(lines))
-    assert metrics["loss"].x.tolist() == [1, 3]
-    assert metrics.lines == 2
-    assert metrics.broken == 9
-    assert metrics.curves.keys() == {"loss"}
-
-
-def test_nan_is_text_there_and_a_number_here(tmp_path):
-    metrics = _read(tmp_path, '{"step": 1, "loss": "nan"}\n{"step": 2, "loss": "-inf"}\n{"step": 3, "loss": 1.0}\n')
-    np.testing.assert_array_equal(metrics["loss"].y, [np.nan, -np.inf, 1.0])
-    assert metrics["loss"].finite.tolist() == [1.0]
-
-
-def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
-    steps = [1, 2, 3, 2, 3, 4]
-    metrics = _read(tmp_path, "".join(json.dumps({"step": s, "loss": i}) + "\n" for i, s in enumerate(steps)))
-    assert metrics["loss"].x.tolist() == [1, 2, 3, 4]
-    assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    metrics = read_metrics(path)
+    assert (metrics.lines, metrics.broken, [*metrics.curves]) == (5, 9, ["loss"])
+    assert metrics["loss"].x.tolist() == [1, 3, 5, 6] and metrics["loss"].finite.tolist() == [4, 2]
+    np.testing.assert_array_equal(metrics["loss"].y, [4, 2, np.nan, -np.inf])
 
 
 @pytest.fixture(scope="module")
@@ -208,12 +164,14 @@ def _run(pictured, only=None, root="images", **changes):
 
 
 @pytest.mark.slow
-def test_one_picture_of_each_kind(pictured):
+def test_one_picture_of_each_kind(pictured, tmp_path, monkeypatch):
+    """In the place that is named, as --out=~/pictures comes too: the shell leaves that as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     written = _run(pictured)["pictures"]
     assert written == [str(pictured / f"pictures/{kind}.png") for kind in ("pca", "map", "neighbors")]
     assert all(Image.open(path).size[0] > 200 for path in written)
-    _run(pictured, only="attention")
-    assert {path.stem for path in (pictured / "pictures").iterdir()} == set(KINDS)
+    assert _run(pictured, only="attention", out="~/pictures")["pictures"] == [str(tmp_path / "pictures/attention.png")]
+    assert {Path(path).stem for path in written} | {"attention"} == set(KINDS)
 
 
 def test_neighbors_have_their_class_and_no_image_is_its_own(pictured, tmp_path, monkeypatch):
@@ -253,11 +211,3 @@ def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(pictured)
         album = PeriodicPictures.build(recipe, source, 5)
         due[every] = [step for step in range(102) if album.due(step, last=step == 101)]
     assert due == {"auto": [0, 21, 42, 63, 84, 101], "30 steps": [0, 30, 60, 90, 101]}
-
-
-def test_a_folder_at_home_is_found(pictured, tmp_path, monkeypatch):
-    """As --out=~/pictures comes: the shell leaves it as it is."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    _run(pictured, only="pca", out="~/pictures")
-    assert [path.name for path in tmp_path.rglob("*.png")] == ["pca.png"] and not (tmp_path / "~").exists()

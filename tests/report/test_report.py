@@ -1,10 +1,13 @@
-"""`dino-ds report`: what is on the page, with parts missing, with hostile names; input that can't be."""
+"""`dino-ds report`: what is on the page, with parts missing, with hostile names; of trained runs, and in a browser."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
+import subprocess
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -12,6 +15,8 @@ import pytest
 
 from dino_ds.basics.formatting import duration, number
 from dino_ds.cli import main as cli
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.health.beat import Event
 from dino_ds.health.processes import RunLock
 from dino_ds.options.commands import ReportOptions
@@ -19,7 +24,11 @@ from dino_ds.report import html
 from dino_ds.report.folder import read_events, read_run
 from dino_ds.report.html import Curve, Metrics, summarize_knn
 from dino_ds.report.single_run import draw_run, judge_run, run, summarize, training_seconds
-from tests.report.runs import DONE, EVALUATIONS, knn, make_run, record, save_picture, write_events
+from tests.ranks import run_on_ranks
+from tests.report.runs import DONE, EVALUATIONS, assert_inside, knn, make_run, record, save_picture, write_events
+from tests.run.harness import TINY, image_folder, log_of, train_tiny
+from tests.run.test_stages import flags, words_of
+from tests.run.test_stages import run as train
 
 
 class _Page(HTMLParser):
@@ -105,32 +114,24 @@ def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
         (folder / "evaluations.json").write_text(json.dumps(results))
     _write_metrics(folder, *found, {**record(100), "collapsed": int(collapsed)})
     shown = read_run(folder)
-    said = judge_run(shown, summarize_knn(shown.metrics))
-    assert said[0] == level and said[1].startswith(says)
+    judged, sentence = judge_run(shown, summarize_knn(shown.metrics))
+    assert judged == level and sentence.startswith(says)
 
 
 @pytest.mark.usefixtures("no_charts")
-@pytest.mark.parametrize("kind", ["done", "stopped"])
-def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path, capsys, kind):
-    folder = make_run(tmp_path / "run", Event(f"{kind:<9}step 30"))
-    _write_metrics(folder, knn(0, 62.0), record(10), record(20), knn(20, 70.0), record(30))
-    page = _report(folder)
-    assert "stopped at 30 of 100" in page.text and "newest, step 20 70.0 %" in page.text
-    line = capsys.readouterr().out
-    assert line.startswith("stopped ") and "step 30 of 100, loss" in line and "k-NN 70.0 % at step 20" in line
-
-
-@pytest.mark.usefixtures("no_charts")
-@pytest.mark.parametrize("stage", [{}, {"stage_start": "continue"}, {"stage_start": "restart"}], ids=str)
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "resumed"),
+    [({}, True), ({"stage_start": "continue"}, True), ({"stage_start": "restart"}, False)],
+    ids=str,
+)
 def test_the_figures_of_a_page_have_one_base(tmp_path, capsys, stage, resumed):
     """Images, time, speed and start are the run's own, also of a stage whose steps go on from the run before."""
     begin = 200 if stage == {"stage_start": "continue"} else 0
     events = [Event(f"resumed  at step {begin + 20}, epoch 4, image 0")] if resumed else []
-    folder = make_run(tmp_path / "run", *events, Event(f"stopped  by SIGTERM at step {begin + 35}"), recipe=stage)
-    (folder / "best_teacher.json").write_text(
-        json.dumps({"step": begin + 20, "best": {"metric": "knn", "value": 55.0, "start": 43.7}})
-    )
+    kind = "stopped" if begin else "done"  # a run that ends before its length is stopped
+    folder = make_run(tmp_path / "run", *events, Event(f"{kind:<9}step {begin + 35}"), recipe=stage)
+    best = {"step": begin + 20, "best": {"metric": "knn", "value": 55.0, "start": 43.7}}
+    (folder / "best_teacher.json").write_text(json.dumps(best))
     if stage:
         origin = {"run": "runs/a", "run_id": "aa", "step": 200, **stage}
         (folder / "environment.json").write_text(json.dumps({"run_id": "ab", "from": origin}))
@@ -143,7 +144,10 @@ def test_the_figures_of_a_page_have_one_base(tmp_path, capsys, stage, resumed):
     assert starts == [facts["best"]["start"]] == [43.7]
     since = f" since step {begin}" if begin else ""
     assert f"2,240 images{since}, epoch" in page.text and "43.7 % at the start" in page.text and "4 s" in page.text
-    assert f"step {begin + 35} of 100, loss" in capsys.readouterr().out
+    assert f"newest, step {begin + 20} 55.0 %" in page.text and (begin or "stopped at 35 of 100" in page.text)
+    line = capsys.readouterr().out
+    assert line.startswith("stopped ") and f"step {begin + 35} of 100, loss" in line
+    assert f"k-NN 55.0 % at step {begin + 20}" in line
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -169,20 +173,16 @@ def test_a_run_its_stages_and_resumes_are_one_story(tmp_path):
 @pytest.mark.usefixtures("no_charts")
 def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
     parts = ["config.yaml", "ds_config.json", "environment.json", "evaluations.json", "events.jsonl"]
-    for i, content in enumerate((None, "{", "[1]", "[" * 5000, "\x00\xff")):
+    for i, content in enumerate((None, "{", "[1]", "[" * 2000, "\x00\xff")):
         folder = make_run(tmp_path / str(i), pictures=i > 0)
-        for part in parts:
-            if content is None:
-                (folder / part).unlink()
-            else:
-                (folder / part).write_bytes(content.encode("latin-1"))
-        if content is not None:
-            (folder / "pictures/attention.png").write_bytes(content.encode("latin-1"))
+        for part in parts if content is None else ():
+            (folder / part).unlink()
+        for part in (*parts, "pictures/attention.png") if content is not None else ():
+            (folder / part).write_bytes(content.encode("latin-1"))
         page = _report(folder)
-        assert page.tags.count("svg") >= 5
-        assert "recipe" in page.text
-    assert "there is no config.yaml" in _report(tmp_path / "0").text
-    assert "dino-ds pictures RUN draws the map" in _report(tmp_path / "0").text
+        assert page.tags.count("svg") >= 5 and "recipe" in page.text
+        if content is None:
+            assert "there is no config.yaml" in page.text and "dino-ds pictures RUN draws the map" in page.text
 
 
 @pytest.mark.slow
@@ -235,39 +235,30 @@ def test_input_that_is_no_run(tmp_path, capsys):
         ([run_dir, "--out", tmp_path / "no/x.html"], "can't be written"),
         ([run_dir, "--out", file / "x.html"], "can't be written"),
     ):
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(SystemExit, match="2"):
             cli.main(["report", *map(str, words)])
-        assert stop.value.code == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and says in lines[0], (words, lines)
     assert not list(tmp_path.rglob("*.html"))
 
 
-def _pipe(path):
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def _sparse(path):
-    with path.open("wb") as file:
-        file.truncate(30 << 30)
+_REPLACE = {"pipe": lambda path: path.unlink() or os.mkfifo(path), "huge": lambda path: os.truncate(path, 30 << 30)}
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_pipes_and_huge_files_in_a_run_are_named_and_not_waited_for(tmp_path, capsys):
-    for i, make in enumerate((_pipe, _sparse)):
-        run_dir = make_run(tmp_path / f"run{i}")
-        for name in ("events.jsonl", "ds_config.json", "environment.json", "evaluations.json", "config.yaml"):
-            make(run_dir / name)
+@pytest.mark.parametrize(("kind", "words"), [("pipe", "not a regular file"), ("huge", "30.0 GiB")])
+def test_pipes_and_huge_files_in_a_run_are_named_and_not_waited_for(tmp_path, capsys, kind, words):
+    run_dir = make_run(tmp_path / "run")
+    for name in ("events.jsonl", "ds_config.json", "environment.json", "evaluations.json", "config.yaml"):
+        _REPLACE[kind](run_dir / name)
+    cli.main(["report", str(run_dir)])
+    capsys.readouterr()
+    assert len([note for note in read_run(run_dir).notes if "can" in note and "be read" in note]) >= 5
+    _REPLACE[kind](run_dir / "metrics.jsonl")
+    with pytest.raises(SystemExit, match="2"):
         cli.main(["report", str(run_dir)])
-        capsys.readouterr()
-        assert len([note for note in read_run(run_dir).notes if "can" in note and "be read" in note]) >= 5
-        make(run_dir / "metrics.jsonl")
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["report", str(run_dir)])
-        assert stop.value.code == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert "metrics.jsonl cannot be read: " in line and ("not a regular file" in line or "30.0 GiB" in line)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "metrics.jsonl cannot be read: " in line and words in line
 
 
 def test_how_a_run_ended_and_what_went_wrong(tmp_path):
@@ -310,9 +301,8 @@ def test_numbers_as_people_read_them():
         *((1234.6, "1,235"), (0.0123456, "0.01235"), (1.2345e-5, "1.23e-05"), (76.2, "76.2"), (2e6, "2,000,000")),
     ):
         assert number(value) == text
-    for seconds, text in ((None, "–"), (0.2, "0 s"), (59.6, "1 min"), (3600, "1 h"), (11525, "3 h 12 min")):
-        assert duration(seconds) == text
-    assert duration(90061) == "1 d 1 h"
+    seconds = {None: "–", 0.2: "0 s", 59.6: "1 min", 3600: "1 h", 11525: "3 h 12 min", 90061: "1 d 1 h"}
+    assert {count: duration(count) for count in seconds} == seconds
 
 
 def test_figures_of_a_run():
@@ -351,7 +341,91 @@ def test_what_a_folder_says(tmp_path):
     assert run.state == "unfinished"
     assert "metrics.jsonl: 1 broken lines were left out" in run.notes
     assert summarize(run)["memory_gib"] == 0.9
-    lock = RunLock(folder)
-    lock.acquire()
+    (lock := RunLock(folder)).acquire()
     assert read_run(folder).state == "running"
     lock.release()
+
+
+@pytest.mark.slow
+def test_a_real_run_is_understood(tmp_path):
+    images, folder = image_folder(tmp_path / "images", classes=2), tmp_path / "dino"
+    changes = {"model.drop_path": "0", "eval.every": "2 steps", "eval.root": str(images), "eval.k": "3"}
+    assert run_on_ranks(train_tiny, images, folder, max_steps=4, changes=changes, predicts=True, world=1) == [None]
+    found = run(ReportOptions(run=str(folder))).data
+    assert_inside((folder / "report.html").read_text())
+    assert found["notes"] == []
+    assert (found["state"], found["step"], found["planned_steps"]) == ("stopped", 4, 12)
+    assert not {key for key, value in found.items() if value is None}
+    assert found["knn"].keys() == {"teacher", "step", "best", "best_step", "untrained", "raw_pixels", "chance"}
+    events = read_run(folder).events
+    assert events.fact("memory", "parts", dict) and events.fact("images", "images", int) == 20
+    lines = [line.split(" ", 1)[1] for line in (folder / "log.txt").read_text().splitlines()]
+    assert lines == [json.loads(line)["line"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    files = [str(folder / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
+    batch = load_recipe(files[0], {}).data.global_batch
+    assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
+
+
+@pytest.mark.slow
+def test_a_stage_has_figures_of_its_own(tmp_path):
+    """What it begins with is measured, log and page state the same start; test images that it trains on are said."""
+    images, stage = image_folder(tmp_path / "images", classes=2), tmp_path / "stage"
+    changes = {**TINY, "data.root": str(images), "eval.every": "2 steps", "eval.root": str(images), "eval.k": "3"}
+    changes |= {"model.drop_path": "0", "log_every": "10"}
+    assert train(words_of(tmp_path / "run", "--max_steps", "4", *flags(changes))) is None
+    begin = ["--from", str(tmp_path / "run"), "--stage_start", "continue", "--length", "5 steps"]
+    assert train(words_of(stage, *begin, "--max_steps", "3")) is None
+    found, log = run(ReportOptions(run=str(stage))).data, log_of(stage)
+    assert (found["first_step"], found["step"], found["planned_steps"]) == (4, 7, 9)
+    assert found["images"] == 24 == pytest.approx(found["images_per_second"] * found["training_seconds"])
+    assert "24 images from step 4, each" in log
+    assert found["best"]["start"] == found["knn"]["start"]
+    starts = re.findall(r" start ([\d.]+)", log[log.rindex("done     step") :])
+    assert [float(text) for text in starts] == pytest.approx([found["knn"]["start"]] * 2, abs=0.06)
+    assert "Whether it has learned is not known: 100% of the test images" in (stage / "report.html").read_text()
+    assert "warning  test images are training images too" in log
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+_FLAGS = ("--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage")
+_FLAGS += ("--allow-file-access-from-files", "--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom")
+_MEASURE = """
+const page = document.querySelector("iframe");
+page.onload = () => {
+  const inside = page.contentWindow;
+  for (const folded of inside.document.querySelectorAll("details")) folded.open = true;
+  const all = query => [...inside.document.querySelectorAll(query)];
+  const box = part => (r => [r.left, r.top, r.right, r.bottom])(part.getBoundingClientRect());
+  document.querySelector("pre").textContent = JSON.stringify({
+    charts: all("svg").map(box),
+    paths: all("svg").map(svg => [...svg.querySelectorAll("path:not(defs path)")].map(box)),
+    pictures: all("img").map(image => image.naturalWidth), wide: inside.document.documentElement.scrollWidth,
+    requests: inside.performance.getEntriesByType("resource").length, safe: inside.alerted === undefined
+  });
+};
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium or chrome")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everything_is_seen(tmp_path, width):
+    evil = Event("note     <script>window.alerted = 1</script><img src=x onerror='window.alerted = 1'>")
+    folder = make_run(tmp_path / "run", evil, DONE)
+    run(ReportOptions(run=str(folder)))
+    frame = f'<iframe src="report.html" width="{width}" height="900"></iframe><pre></pre><script>{_MEASURE}</script>'
+    outer = folder / "outer.html"
+    outer.write_text(f"<!doctype html><body>{frame}")
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    command = [str(BROWSER), *_FLAGS, *root, f"--user-data-dir={tmp_path / 'profile'}", outer.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, errors="replace")
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    found = json.loads(unescape(re.search(r"<pre>(.+?)</pre>", done.stdout)[1]))
+    assert len(found["charts"]) >= 9
+    for (left, top, right, bottom), paths in zip(found["charts"], found["paths"], strict=True):
+        assert right - left > 250 and bottom - top > 120 and left >= 0 and right <= width
+        assert paths
+        for x, y, x_end, y_end in paths:
+            assert left - 1 <= x and x_end <= right + 1 and top - 1 <= y and y_end <= bottom + 1
+    assert found["pictures"] == [60, 60, 60] and found["wide"] <= width
+    assert found["requests"] == 0 and found["safe"]

@@ -1,4 +1,5 @@
-"""Linear probes against scikit-learn and the normal equations, in FP64; statistics against their definitions."""
+"""Classifiers against slow references: k-NN one query at a time, linear probes by scikit-learn and the normal equations
+in FP64; statistics against their definitions."""
 
 from __future__ import annotations
 
@@ -12,11 +13,64 @@ from sklearn.linear_model import LogisticRegression
 
 from dino_ds.engine import distributed
 from dino_ds.evals import classifiers
-from dino_ds.evals.classifiers import feature_statistics, fit_linear, fit_ridge
+from dino_ds.evals.classifiers import feature_statistics, fit_linear, fit_ridge, knn_accuracies, knn_votes, nearest
 from dino_ds.evals.features import GaveUp
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.numerical
+
+
+def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, classes):
+    """`knn_classifier` of facebookresearch/dino's eval_knn.py as it computes: one-hot labels of the neighbors times
+    exp(similarity / temperature), summed; FP32, one query at a time. Returns top-1 in percent and the votes."""
+    bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
+    correct, votes = 0, []
+    for query, label in zip(queries, query_labels, strict=True):
+        distances, indices = torch.mm(query[None], bank.T).topk(k, largest=True, sorted=True)
+        one_hot = torch.zeros(k, classes).scatter_(1, bank_labels[indices[0]][:, None], 1)
+        probabilities = (one_hot * distances[0].div(temperature).exp()[:, None]).sum(dim=0)
+        votes.append(probabilities)
+        correct += int(probabilities.sort(descending=True).indices[0] == label)
+    return 100.0 * correct / len(queries), torch.stack(votes)
+
+
+@pytest.mark.parametrize("k", [1, 20, 200])
+def test_equals_the_reference_protocol(k):
+    """As DINO's k-NN counts them: equal to the last decimal; the votes to the rounding of a sum of k FP32 numbers."""
+    generator = torch.Generator().manual_seed(k)
+    centers = torch.randn(8, 16, generator=generator)
+    bank_labels, labels = (torch.randint(0, 8, (n,), generator=generator) for n in (900, 300))
+    bank, queries = (centers[y] + 1.5 * torch.randn(len(y), 16, generator=generator) for y in (bank_labels, labels))
+    accuracy, votes = _reference_knn(bank, bank_labels, queries, labels, k, 0.07, 8)
+    assert 30 < accuracy < 90
+    assert knn_accuracies(bank, bank_labels, queries, labels, [k], 0.07) == {k: accuracy}
+    similarity, index = nearest(queries, bank, k)
+    nearest_vote = (similarity.amax(1, keepdim=True) / 0.07).exp()
+    ours = knn_votes(similarity, bank_labels[index], 8, 0.07) * nearest_vote
+    torch.testing.assert_close(ours, votes, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 6), (65536, 512, 2)])
+def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query_rows, k):
+    generator = torch.Generator().manual_seed(1)
+    bank, queries = torch.randn(230, 5, generator=generator), torch.randn(75, 5, generator=generator)
+    slow = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).sort(dim=1, descending=True)
+    monkeypatch.setattr(classifiers, "_BANK_ROWS", bank_rows)
+    monkeypatch.setattr(classifiers, "_QUERY_ROWS", query_rows)
+    similarity, index = nearest(queries, bank, k)
+    torch.testing.assert_close(similarity, slow.values[:, :k])
+    assert torch.equal(index, slow.indices[:, :k])
+
+
+def _ranks_knn():
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(60, 5, generator=generator), torch.randn(31, 5, generator=generator)
+    labels = [torch.randint(0, 4, (n,), generator=generator) for n in (60, 31)]
+    return knn_accuracies(bank, labels[0], queries, labels[1], (1, 7), 0.07)
+
+
+def test_ranks_share_the_queries():
+    assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
 def _problem(images=120, classes=4, width=6, noise=1.0):
@@ -44,7 +98,7 @@ def _loss(weight, bias, features, labels, strength):
     """What a logistic regression minimises, in FP64."""
     logits = torch.from_numpy(_standardised(features)) @ torch.as_tensor(weight).double().T + torch.as_tensor(bias)
     penalty = 0.5 * strength * torch.as_tensor(weight).double().square().sum()
-    return float(torch.nn.functional.cross_entropy(logits, labels) + penalty)
+    return float(F.cross_entropy(logits, labels) + penalty)
 
 
 def test_images_a_few_at_a_time_give_the_same(monkeypatch):
@@ -70,32 +124,20 @@ def test_logistic_regression_reaches_the_optimum(strength):
     assert abs(_loss(probe.weight, probe.bias, features, labels, strength) - optimum) < _INDISTINGUISHABLE
 
 
-def _given_up(fit):
-    """Rank 1 wants to stop after three looks; how many each rank has taken, and whether it has raised."""
+def _looks_until_given_up():
+    """Rank 1 wants to stop after three looks."""
     asked = []
-
-    def give_up():
-        asked.append(True)
-        return distributed.rank() == 1 and len(asked) > 3
-
-    try:
-        fit(give_up)
-    except GaveUp:
-        return len(asked), True
-    return len(asked), False
-
-
-def _fit_linear(give_up):
-    fit_linear(*_problem(), 4, give_up=give_up)
+    with pytest.raises(GaveUp):
+        fit_linear(*_problem(), 4, give_up=lambda: asked.append(1) or (distributed.rank() == 1 and len(asked) > 3))
+    return len(asked)
 
 
 def test_a_fit_is_given_up_by_all_ranks_at_the_same_look():
-    assert run_on_ranks(_given_up, _fit_linear) == [(4, True)] * 2
+    assert run_on_ranks(_looks_until_given_up) == [4, 4]
 
 
 def test_one_image_is_fitted_too():
-    features, labels = _problem(1)
-    assert fit_linear(features, labels, 4).accuracy(features, labels) == 100
+    assert fit_linear(*_problem(1), 4).accuracy(*_problem(1)) == 100
 
 
 def _fits(images, strengths):
@@ -142,14 +184,7 @@ def test_regularisation_is_chosen_on_held_out_images():
     assert chosen.accuracy(features[400:], labels[400:]) > free.accuracy(features[400:], labels[400:]) + 2
 
 
-def test_collapse_to_a_point():
-    found = feature_statistics(torch.ones(50, 8) * torch.arange(1, 51)[:, None])
-    assert found["feature_std"] == pytest.approx(0, abs=1e-6)
-    assert found["rankme"] == pytest.approx(1, abs=1e-3)
-    assert found["uniformity"] == pytest.approx(0, abs=1e-6)
-
-
-def test_definitions():
+def test_statistics_are_those_of_their_definitions():
     features = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 2, 3, 0.1, 1])
     found = feature_statistics(features)
     assert feature_statistics(F.pad(features, (0, 1)))["rankme"] == pytest.approx(found["rankme"], rel=1e-5)
