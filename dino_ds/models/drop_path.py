@@ -37,7 +37,6 @@ def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
 
 @fused(kernels=1, draws=1)
 def _write_draws(draws: Tensor, keys: Tensor) -> None:
-    """Write draws (branches, views, b)."""
     branches, views, _ = draws.shape
     view, branch = torch.arange(views, device=keys.device), torch.arange(branches, device=keys.device)
     rows = mix(keys + view.unsqueeze(1))
@@ -46,10 +45,8 @@ def _write_draws(draws: Tensor, keys: Tensor) -> None:
 
 
 def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
-    """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
-
-    rates: of the first and of the last block; rates of the blocks between are interpolated linearly.
-    """
+    """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept. rates: of
+    the first and of the last block; rates of the blocks between are interpolated linearly."""
     scales: Tensor = (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
     return scales
 
@@ -185,31 +182,25 @@ class LayerScale(nn.Module):
 
 
 def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | Kept | None) -> Tensor:
-    """Add `branch`, times gamma (d,) if given, to x (rows, d).
-
-    drop: stochastic depth: None, or a scale for each row of the branch (rows, 1), or the sequences whose branch was
-    computed, with scales that make up for the other sequences.
-    """
+    """Add `branch`, times gamma (d,) if given, to x (rows, d). drop: stochastic depth: None, or a scale for each row of
+    the branch (rows, 1), or the sequences whose branch was computed, with scales that make up for the other
+    sequences."""
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
         total: Tensor = _FusedAdd.apply(x, branch, gamma, scales, places)
         return total
     if gamma is not None:
         branch = branch * gamma
-    if isinstance(drop, Kept):
-        return _add_kept(x, branch, drop)
-    return x + (branch if drop is None else branch * drop)
-
-
-def _add_kept(x: Tensor, branch: Tensor, kept: Kept) -> Tensor:
+    if not isinstance(drop, Kept):
+        return x + (branch if drop is None else branch * drop)
     if torch.compiler.is_compiling():
-        return x.index_add(0, kept.places, (branch * kept.scales).to(x.dtype))
-    added: Tensor = _Add.apply(x, branch, kept.places, kept.scales)
+        return x.index_add(0, drop.places, (branch * drop.scales).to(x.dtype))
+    added: Tensor = _Add.apply(x, branch, drop.places, drop.scales)
     return added
 
 
 class _Add(torch.autograd.Function):
-    """`_add_kept` whose products with FP32 scales are rounded once, in the pass that computes them."""
+    """Products with FP32 scales are rounded once, in the pass that computes them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, places: Tensor, scales: Tensor) -> Tensor:
@@ -228,14 +219,7 @@ class _FusedAdd(torch.autograd.Function):
     """`add_branch` on a GPU: all products are rounded once, with the sum."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        branch: Tensor,
-        gamma: Tensor | None,
-        scales: Tensor | None,
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, kept: Any) -> Tensor:
         places, inverse = kept
         ctx.save_for_backward(branch if ctx.needs_input_grad[2] else None, gamma, scales, places)
         ctx.dtype = branch.dtype
@@ -273,7 +257,6 @@ def sum_kept(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | N
 def _gradient(
     grad: Tensor, gamma: Tensor | None, scales: Tensor | None, places: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The branch's gradient, (rows of the branch, d)."""
     return _scaled(_read(grad, places), gamma, scales).to(dtype)
 
 
@@ -281,7 +264,6 @@ def _gradient(
 def _gradients(
     grad: Tensor, branch: Tensor, gamma: Tensor, scales: Tensor | None, places: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the branch and of gamma."""
     rows = _scaled(_read(grad, places), None, scales)
     return (rows * gamma).to(branch.dtype), (rows * branch).sum(dim=0).to(gamma.dtype)
 

@@ -79,11 +79,9 @@ class Network(nn.Module):
         comparisons: Mapping[str, Comparison] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Output]:
-        """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`.
-
-        Outputs of whole crops are (v * b, ...), crop-major, groups in order. In a group without "mask" nothing is
-        hidden. comparisons: by query, the targets of its logits; a query without targets gives the logits.
-        """
+        """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`. Outputs
+        of whole crops are (v * b, ...), crop-major, groups in order. In a group without "mask" nothing is hidden.
+        comparisons: by query, the targets of its logits; a query without targets gives the logits."""
         hidden = {name: mask["mask"] for name, mask in masks.items() if "mask" in mask}
         patches = [group for group in self._patches if group in crops]
         features = self.backbone(crops, drop_keys, patches, hidden, step_key)
@@ -92,9 +90,8 @@ class Network(nn.Module):
             features |= {cls_of(name): part for name, part in zip(crops, features[CLS].split(rows), strict=True)}
         for name in self._masked:
             if name in crops:
-                features[masked_of(name)] = (
-                    features[patches_of(name)].flatten(0, 1).index_select(0, masks[name]["rows"])
-                )
+                rows_of_patches = features[patches_of(name)].flatten(0, 1)
+                features[masked_of(name)] = rows_of_patches.index_select(0, masks[name]["rows"])
         if self._backbone_frozen and torch.is_grad_enabled():
             features = {name: _ZeroGrad.apply(feature) for name, feature in features.items()}
         outputs: dict[str, Output] = {name: features[name] for name in self.features if name in features}
@@ -105,9 +102,8 @@ class Network(nn.Module):
 
     def freeze_prototypes(self, frozen: bool) -> None:
         for head in self.heads().values():
-            prototypes = getattr(head, "prototypes", None)
-            if prototypes is not None:
-                prototypes.frozen = frozen
+            if hasattr(head, "prototypes"):
+                head.prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
         """Make the backbone's gradients exactly zero, if frozen: every ZeRO stage still gets one for each parameter."""
@@ -115,8 +111,6 @@ class Network(nn.Module):
 
 
 class _ZeroGrad(torch.autograd.Function):
-    """The identity, whose gradient is zero."""
-
     @staticmethod
     def forward(ctx: Any, features: Tensor) -> Tensor:
         return features.view_as(features)

@@ -22,20 +22,14 @@ _LEARNED = _OBEYS | {"pos_embed_interpolation"}
 _ROTARY = _OBEYS | {"local_cls_norm", "rope_rescale"}
 FROM_SOURCE = "from_source"
 """Value of model.backbone: the architecture of the weights of model.init_from, which the command line looks up."""
-_DINOV2 = {
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-}
+_DINOV2 = {"small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """The part of a backbone that is trained; heads always are.
-
-    kind: "all", "last N blocks", "norms_and_biases" or "lora": adapters of `rank`, scaled by `alpha` / `rank`,
-    in the linear layers named `layers`, or in all linear layers if that is empty.
-    """
+    """The part of a backbone that is trained; heads always are. kind: "all", "last N blocks", "norms_and_biases" or
+    "lora": adapters of `rank`, scaled by `alpha` / `rank`, in the linear layers named `layers`, or in all linear layers
+    if that is empty."""
 
     kind: str = ALL
     rank: int = 8
@@ -232,13 +226,7 @@ VITS: dict[str, ViTSpec] = {
     # DINOv3's 7B (timm's vit_7b_patch16_dinov3) in width, depth, heads, MLP (8192) and registers. Not its weights:
     # positions are learned here and rotary there, and its queries, keys and values have no bias.
     "vit_7b_patch16_reg4": replace(
-        _GIANT,
-        patch_size=16,
-        width=4096,
-        heads=32,
-        mlp_ratio=4.0,
-        registers=4,
-        timm="vit_giant_patch14_reg4_dinov2",
+        _GIANT, patch_size=16, width=4096, heads=32, mlp_ratio=4.0, registers=4, timm="vit_giant_patch14_reg4_dinov2"
     ),
     "vit_tiny_patch16_dinov3_qkvb": replace(_DINOV3, width=192, heads=3, qkv_bias=True),
     **{
@@ -254,10 +242,8 @@ BACKBONES: dict[str, BackboneSpec] = {**VITS}
 
 
 def backbone_spec(name: str) -> BackboneSpec:
-    """The spec of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS.
-
-    Raises ValueError with the nearest names for anything else.
-    """
+    """The spec of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS. Raises
+    ValueError with the nearest names for anything else."""
     if name in BACKBONES:
         return BACKBONES[name]
     from dino_ds.models.specs.foreign import foreign_spec

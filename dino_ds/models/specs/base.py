@@ -80,9 +80,7 @@ class BackboneSpec:
 
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
         """Name and arguments by which timm.create_model builds this backbone, called `name` here; None if it can't.
-
-        image_size: side of the native images in pixels, or None for timm's own.
-        """
+        image_size: side of the native images in pixels, or None for timm's own."""
         return None
 
     @property
@@ -94,11 +92,9 @@ class BackboneSpec:
 @dataclass(frozen=True)
 class BackboneOptions:
     """Options that a recipe and a ds config give to a backbone; `attention` to `cls_only_last_block` change speed only.
-
     Most have the names of options in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: a learned
     token replaces hidden patches; `packed` False runs one pass per size; `cls_only_last_block` False computes the last
-    block for all tokens; `channels_last` None turns this layout on for GPUs, whose tensor cores need it.
-    """
+    block for all tokens; `channels_last` None turns this layout on for GPUs, whose tensor cores need it."""
 
     drop_path: float = 0.0
     drop_path_growth: str = "linear"
