@@ -37,8 +37,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.frozen import FrozenSource
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
-from tests.reference import by_group, copied
-from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
+from tests.reference import by_group, copied, from_reference_v2, golden_v2, golden_v2_meta, our_name
 from tests.sample import sampled
 
 pytestmark = pytest.mark.numerical

@@ -122,10 +122,9 @@ def check_names(terms: Mapping[str, Term]) -> None:
         for kind, names, taken in (("scalar", term.scalars, owners), ("statistic", term.statistics, statistics)):
             for key in names:
                 if key in taken:
-                    raise ConfigError(
-                        f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost: give it "
-                        f"another name, such as {name}_{key} (the name of the term's spec, and {key})"
-                    )
+                    why = f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost"
+                    other = f"{name}_{key} (the name of the term's spec, and {key})"
+                    raise ConfigError(f"{why}: give it another name, such as {other}")
                 taken[key] = f"term {name}'s"
 
 

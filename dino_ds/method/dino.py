@@ -62,13 +62,11 @@ class RunningCenter(Centering):
 
 
 class SinkhornKnopp(Centering):
-    """Balances the prototypes: `iterations` times, every prototype gets an equal share of the rows of all ranks.
-
-    Each iteration scales the columns of Q = exp(logits / temperature) to equal sums, and then its rows. A softmax
-    scales the rows by itself, so only the scales of the columns are kept, as the shift. An iteration takes one pass
-    over tiles of logits and one sum of (k,) over ranks, with logarithms where numbers could be too large for FP32.
-    A single row gets the uniform target, whatever its logits.
-    """
+    """Balances the prototypes: `iterations` times, every prototype gets an equal share of the rows of all ranks. Each
+    iteration scales the columns of Q = exp(logits / temperature) to equal sums, and then its rows. A softmax scales the
+    rows by itself, so only the scales of the columns are kept, as the shift. An iteration takes one pass over tiles of
+    logits and one sum of (k,) over ranks, with logarithms where numbers could be too large for FP32. A single row gets
+    the uniform target, whatever its logits."""
 
     whole_step = True
 

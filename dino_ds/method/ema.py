@@ -27,7 +27,6 @@ from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.blocks import RotaryAttention
 from dino_ds.models.network import Network
-from dino_ds.models.trained import share_value
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
@@ -41,13 +40,10 @@ untrained weights fade."""
 class TeacherOptions:
     """`dtype`: of the forward pass. `keep_copy`: also keep the matrices in `dtype`, cast once per applied step instead
     of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
-    or "off".
-
-    `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its crops
-    (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
-    that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports use the
-    running averages.
-    """
+    or "off". `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its
+    crops (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by
+    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports
+    use the running averages."""
 
     dtype: torch.dtype = torch.float32
     keep_copy: bool = False
@@ -57,20 +53,13 @@ class TeacherOptions:
 
 
 class EmaTeacher(Teacher):
-    """An average of the student's weights, updated after each applied step.
-
-    On construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
-    engine's precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat
-    buffers. Weights that the student never trains keep their values from before any rounding. Matrices A and B of
-    adapters (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of
-    products.
-
-    Args:
-        network: see `Teacher`.
-        masters: the student's FP32 weights.
-        buffers: returns the student's buffers by name. Floating-point ones are averaged as the weights are, integers
-            copied; for BatchNorm's see `TeacherOptions`.
-    """
+    """An average of the student's weights, updated after each applied step. On construction the network becomes equal
+    to `masters`, the student's FP32 weights, which DeepSpeed makes from weights already rounded to the engine's
+    precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
+    Weights that the student never trains keep their values from before any rounding. Matrices A and B of adapters
+    (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of products. Of
+    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm's
+    see `TeacherOptions`."""
 
     def __init__(
         self,
@@ -84,7 +73,8 @@ class EmaTeacher(Teacher):
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
         self._frozen = [m for m in masters if isinstance(m, FrozenWeights)]
         for name, parameter in (pair for m in self._frozen for pair in m.parameters):
-            share_value(parameters[name], parameter)
+            # The student's FP32 value and the teacher's weight are one tensor, on the teacher's device.
+            parameter.fp32_value = parameters[name].data = parameter.fp32_value.to(self._device)
         whole = [m.parameters for m in masters if isinstance(m, WholeMasters)]
         flat = [m for m in masters if isinstance(m, FlatMasters)]
         self._updates: list[Callable[[float], object]] = [

@@ -9,7 +9,6 @@ weights that a run started from too: AM-RADIO (arXiv 2312.06709).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermL
 from dino_ds.method.specs import ours as specs
 from dino_ds.method.specs.own import heads_of
 from dino_ds.method.teacher import Teacher, Teachers
-from dino_ds.models.base import Crops, cls_of, is_cast, patches_of, resized_patches, take_drawn_weights
+from dino_ds.models.base import NOTHING, Crops, cls_of, is_cast, patches_of, resized_patches, take_drawn_weights
 from dino_ds.models.foreign import build_backbone
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.specs.base import BackboneOptions
@@ -111,7 +110,7 @@ def meta_network(
     source: FrozenSource,
     performance: PerformanceOptions,
     outputs: Sequence[str],
-    queries: Mapping[str, Query] = MappingProxyType({}),
+    queries: Mapping[str, Query] = NOTHING,
 ) -> Network:
     """The network of `source` on the meta device; outputs that `queries` name are its heads', others features."""
     options = BackboneOptions(pos_embed_interpolation=source.interpolation, **speed_options(performance))

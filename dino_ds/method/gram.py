@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.ranges import device_kind
 from dino_ds.config.crops import GLOBAL, Masks, teacher_sizes
@@ -45,15 +44,9 @@ def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 class GramTerm(Term):
-    """`gram_loss` of the patches of each image, in tiles. FP32.
-
-    The student's patches are those of its global crops, hidden ones too. Where the schedule's weight is 0 nothing is
-    computed, and the loss is 0.
-
-    Args:
-        teacher: name of the teacher that gives the patches to compare with.
-        seen: group of the teacher's crops, the same image regions in this size or another.
-    """
+    """`gram_loss` of the patches of each image, in tiles. FP32. The student's patches are those of its global crops,
+    hidden ones too; `seen`: the group of the teacher's crops, the same image regions in this size or another. Where the
+    schedule's weight is 0 nothing is computed, and the loss is 0."""
 
     def __init__(self, teacher: str, seen: str) -> None:
         self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of("global")
@@ -82,8 +75,7 @@ def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
 
 def tiled_gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """`gram_loss`, with its gradient, which only the student has, in the same pass, in pieces of `_PIECE` bytes."""
-    loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), student.dtype != torch.float32)
-    return loss
+    return _GramLoss.apply(_unit(student), _unit(teacher.detach()), student.dtype != torch.float32)
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -114,7 +106,7 @@ class _GramLoss(torch.autograd.Function):
         return total * (scale / 4)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * grad_outputs[0], None, None
@@ -185,8 +177,8 @@ def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source:
             other = f"{source.name} is a {source.spec.title} of other numbers than this run's {recipe.model.backbone}"
             raise ConfigError(f"{other}, whose EMA teacher can't replace it: {stays}")
         if source.normalization != (normalization := Normalization.of(recipe)):
-            theirs = f"{source.name} was trained on images with {source.normalization}, and this run's have"
-            raise ConfigError(f"{theirs} {normalization}: the EMA teacher can't replace it; {stays}")
+            trained = f"{source.name} was trained on images with {source.normalization}, and this run's have"
+            raise ConfigError(f"{trained} {normalization}: the EMA teacher can't replace it; {stays}")
     for resolution in recipe.resolutions:
         (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(resolution), spec.name))
         try:

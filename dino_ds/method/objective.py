@@ -227,40 +227,27 @@ class Term(ABC):
 
 class Objective:
     """The weighted sum of named terms, and the running statistics of all of them. A term's weight is the schedule's
-    weight of that name, or 1. With several terms, the unweighted loss of each is among the scalars, as NAME_loss."""
+    weight of that name, or 1. With several terms, the unweighted loss of each is among the scalars, as NAME_loss;
+    `queries`: of all terms, by output; `spreads`: the scalars that are a term's `spread`; `whole_step`: whether targets
+    depend on all micro-batches of a step."""
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
         self.terms = dict(terms)
         self.own = OwnStates(terms)
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
-
-    def _own(self, name: str) -> tuple[str, ...]:
-        """The name of the scalar of a term's own loss; none if this term is the whole objective."""
-        return (f"{name}_loss",) if len(self.terms) > 1 else ()
-
-    @property
-    def entropies(self) -> list[Entropy]:
-        return [
+        self.entropies = [
             Entropy(scalar, loss or (*self._own(name), "loss")[0], scalar.replace("teacher_entropy", "kl"), count, rows)
             for name, term in self.terms.items()
             for scalar, (count, loss, rows) in term.entropies.items()
         ]
+        self.queries = {name: query for term in terms.values() for name, query in term.needs.queries.items()}
+        self.spreads = [term.spread for term in terms.values() if term.spread]
+        self.whole_step = any(term.whole_step for term in terms.values())
 
-    @property
-    def spreads(self) -> list[str]:
-        """The names of the scalars that measure how far apart features of different images are."""
-        return [term.spread for term in self.terms.values() if term.spread]
-
-    @property
-    def whole_step(self) -> bool:
-        """Whether targets depend on all micro-batches of a step."""
-        return any(term.whole_step for term in self.terms.values())
-
-    @property
-    def queries(self) -> dict[str, Query]:
-        """The queries of all terms to heads, by the name of the output."""
-        return {name: query for term in self.terms.values() for name, query in term.needs.queries.items()}
+    def _own(self, name: str) -> tuple[str, ...]:
+        """The name of the scalar of a term's own loss; none if this term is the whole objective."""
+        return (f"{name}_loss",) if len(self.terms) > 1 else ()
 
     def targets(
         self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues

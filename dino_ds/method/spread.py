@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dino_ds.config.crops import Masks
 from dino_ds.engine import distributed
@@ -91,7 +90,7 @@ class _SumOverRanks(torch.autograd.Function):
         return distributed.sum_across_ranks(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         return distributed.sum_across_ranks(grad_outputs[0].clone(memory_format=torch.contiguous_format))
 

@@ -51,6 +51,7 @@ class TrainingStep:
 
     Attributes:
         flags: FLAGS of this rank, which travel with the all-reduce of the objective's running statistics.
+        window: number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1.
     """
 
     def __init__(
@@ -70,12 +71,8 @@ class TrainingStep:
         self._buffers: list[Tensor] = []
         self._own_states: dict[str, Tensor] = {}
         self.flags = RankFlags(FLAGS, engine.device)
+        self.window = engine.config.accumulation if objective.whole_step else 1
         self._begin_step()
-
-    @property
-    def window(self) -> int:
-        """The number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1."""
-        return self.engine.config.accumulation if self.objective.whole_step else 1
 
     def prepare(self, window: Sequence[Batch]) -> None:
         """Make the targets of the next micro-batches; call it at the beginning of a step if `window` is more than 1."""

@@ -40,8 +40,7 @@ class Teacher:
             norm.training = True
         try:
             with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-                outputs: dict[str, Output] = self._running(crops, None, hidden)
-                return outputs
+                return self._running(crops, None, hidden)
         finally:
             for norm in self._batch_norms:
                 norm.training = False

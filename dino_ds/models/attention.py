@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.models.fused import fuses_in_block
-from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.packing import Groups, Packing, Selection
 from dino_ds.models.positions import write_rotated
 
 
@@ -43,7 +42,7 @@ class _PerSize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, groups: tuple[tuple[int, int], ...], parts: tuple[int, int], heads: int, *tables: Tensor
+        ctx: Any, x: Tensor, groups: Groups, parts: tuple[int, int], heads: int, *tables: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.groups, ctx.parts = groups, parts
         ctx.save_for_backward(*tables)
@@ -55,7 +54,7 @@ class _PerSize(torch.autograd.Function):
         return tuple(piece for group_views in views for piece in group_views)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rotated, parts = ctx.parts
         sizes, width = [sequences * tokens for sequences, tokens in ctx.groups], grads[0].shape[1] * grads[0].shape[3]
@@ -69,7 +68,7 @@ class _PerSize(torch.autograd.Function):
         return grad, None, None, None, *[None] * len(tables)
 
 
-def _views(x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: int) -> list[tuple[Tensor, ...]]:
+def _views(x: Tensor, groups: Groups, parts: int, heads: int) -> list[tuple[Tensor, ...]]:
     """x (tokens, parts * d) -> for each size `parts` views (sequences, heads, tokens, c)."""
     cut = zip(groups, x.split([sequences * tokens for sequences, tokens in groups]), strict=True)
     return [rows.view(*group, parts, heads, -1).transpose(1, 3).unbind(2) for group, rows in cut]
@@ -78,7 +77,7 @@ def _views(x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: in
 def _write_rotated(
     out: Tensor,
     pieces: Sequence[Sequence[Tensor]],
-    groups: tuple[tuple[int, int], ...],
+    groups: Groups,
     tables: Sequence[Tensor],
     rotated: int,
     back: bool,

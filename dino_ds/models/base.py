@@ -26,6 +26,8 @@ Placer = Callable[[nn.Module], None]
 Crops = Mapping[str, Sequence[Tensor]]
 """Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
 CLS = "cls"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""A mapping without entries, for defaults."""
 
 
 class Backbone(nn.Module, ABC):
@@ -54,17 +56,14 @@ class Backbone(nn.Module, ABC):
         crops: Crops,
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
-        masks: Mapping[str, Tensor] = MappingProxyType({}),
+        masks: Mapping[str, Tensor] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
-        """Crops by group -> features by name, all crops in one pass.
-
-        "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
-        (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
-        stochastic depth of its crops follows; None for none (teachers, evaluation). masks: by group which patches are
-        hidden, (v_g * b, patches of a crop) bool. step_key: one key for random choices that all images of a step share,
-        or None outside training.
-        """
+        """Crops by group -> features by name, all crops in one pass. "cls": (v * b, d), crop-major, groups in order;
+        for each group named in `patches`, "patches/GROUP": (v_g * b, (h / stride) * (w / stride), d), row by row.
+        drop_keys (b,) int64: one key per image, from which the stochastic depth of its crops follows; None for none
+        (teachers, evaluation). masks: by group which patches are hidden, (v_g * b, patches of a crop) bool. step_key:
+        one key for random choices that all images of a step share, or None outside training."""
 
     @abstractmethod
     def segments(self) -> Sequence[nn.Module]:

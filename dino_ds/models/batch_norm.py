@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
@@ -65,8 +64,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if mean is not None and var is not None:
             mean.lerp_(batch_mean, momentum)
             var.lerp_(batch_var, momentum)
-        normalized: Tensor = out
-        return normalized
+        return out
 
 
 class BatchNormAct(BatchNorm):
@@ -101,7 +99,7 @@ class _Synced(torch.autograd.Function):
         return out, mean, unbiased
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale = ctx.saved_tensors
         dims, shape = [0, *range(2, x.ndim)], _channels(x)
@@ -140,7 +138,7 @@ class _SyncedOnGpu(torch.autograd.Function):
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps), batch_mean, batch_var
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale, counts = ctx.saved_tensors
         grad, affine = _dense(grad), weight is not None

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept, LayerScale, add_branch, sum_kept
@@ -88,8 +87,7 @@ def run_fused(
 
 def _sum_and_norm(norm: nn.Module, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
     if fuses_sums(norm, branch):
-        both: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
-        return both
+        return _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
     x = add_branch(x, branch, gamma, None)
     return x, norm(x)
 
@@ -99,8 +97,7 @@ def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Ten
     gradients in one pass by itself."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x.index_select(0, rows), x
-    gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
-    return gathered
+    return _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
 
 
 class _Gather(torch.autograd.Function):
@@ -112,7 +109,7 @@ class _Gather(torch.autograd.Function):
         return x.index_select(0, rows), x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         rows, inverse = ctx.saved_tensors
         of_rows, of_x = grad_outputs
@@ -223,8 +220,7 @@ class BlockNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not fuses_sums(self, x):
             return super().forward(x)
-        normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type))
-        return normed
+        return _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type))
 
 
 def fuses_sums(norm: nn.Module, x: Tensor) -> bool:
@@ -253,8 +249,7 @@ class Mlp(nn.Module):
         self.fc2 = ActivatedLinear(hidden // 2 if swiglu else hidden, width, swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x))
-        return out
+        return self.fc2(self.fc1(x))
 
 
 class GatedMlp(nn.Module):
@@ -267,8 +262,7 @@ class GatedMlp(nn.Module):
         self.fc2 = ActivatedLinear(hidden, width, swiglu=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1_g(x), self.fc1_x(x))
-        return out
+        return self.fc2(self.fc1_g(x), self.fc1_x(x))
 
 
 class ActivatedLinear(nn.Linear):
@@ -288,8 +282,7 @@ class ActivatedLinear(nn.Linear):
         """Compute `forward` with this weight and bias instead of the layer's."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.linear(_activate(x, value, self.swiglu), weight, bias)
-        out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
-        return out
+        return _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -300,7 +293,7 @@ class _ActivatedLinear(torch.autograd.Function):
         return F.linear(_activate(x, value, swiglu), weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
         # The weight gradient comes first: only it needs the activation.

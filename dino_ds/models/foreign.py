@@ -7,14 +7,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.models.base import CLS, Backbone, Crops, patches_of
+from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, patches_of
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.drop_path import drop_path_draws
 from dino_ds.models.specs.backbones import ViTSpec
@@ -97,7 +97,7 @@ class ForeignBackbone(Backbone):
         crops: Crops,
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
-        masks: Mapping[str, Tensor] = MappingProxyType({}),
+        masks: Mapping[str, Tensor] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """See `Backbone.forward`; no patch can be hidden from a foreign network."""
@@ -132,8 +132,7 @@ class ForeignBackbone(Backbone):
         wanted = self.options.channels_last
         if images.is_cuda if wanted is None else wanted:
             images = images.contiguous(memory_format=torch.channels_last)
-        features: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
-        return features
+        return features_of(self._network[0], images)
 
 
 class KeyedDropPath(nn.Module):
@@ -177,8 +176,8 @@ def _make_segment(module: nn.Module, number: int, backbone: Backbone) -> None:
     members: dict[str, Any] = {"__module__": type(module).__module__}
     if isinstance(forward, FunctionType):
         # torch.compile limits the variants of a code object. Blocks of a class share one but differ in shapes: copy it.
-        given = forward.__globals__, None, forward.__defaults__, forward.__closure__
-        members["forward"] = copied = FunctionType(forward.__code__.replace(), *given)
+        context = forward.__globals__, None, forward.__defaults__, forward.__closure__
+        members["forward"] = copied = FunctionType(forward.__code__.replace(), *context)
         copied.__kwdefaults__ = forward.__kwdefaults__
     module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
     module.__dict__["_place_in_backbone"] = (number, backbone)  # in a tuple: not registered as a child

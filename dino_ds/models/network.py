@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.config.crops import Masks
-from dino_ds.models.base import CLS, Backbone, Crops, cls_of, masked_of, patches_of
+from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, cls_of, masked_of, patches_of
 from dino_ds.models.prototypes import Compared, Comparison, Logits
 
 Output = Tensor | Logits | Compared
@@ -38,9 +36,8 @@ class Network(nn.Module):
         features: names of the features that are outputs themselves.
         freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.
 
-    Attributes:
-        started_from: description of the weights that the network starts from.
-        began_with: those weights, FP32, until an engine has taken them.
+    `started_from` describes the weights that the network starts from; `began_with` has them, FP32, until an engine has
+    taken them.
     """
 
     def __init__(
@@ -75,8 +72,8 @@ class Network(nn.Module):
         self,
         crops: Crops,
         drop_keys: Tensor | None = None,
-        masks: Masks = MappingProxyType({}),
-        comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+        masks: Masks = NOTHING,
+        comparisons: Mapping[str, Comparison] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Output]:
         """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`. Outputs
@@ -102,8 +99,9 @@ class Network(nn.Module):
 
     def freeze_prototypes(self, frozen: bool) -> None:
         for head in self.heads().values():
-            if hasattr(head, "prototypes"):
-                head.prototypes.frozen = frozen
+            prototypes: Any = getattr(head, "prototypes", None)
+            if prototypes is not None:
+                prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
         """Make the backbone's gradients exactly zero, if frozen: every ZeRO stage still gets one for each parameter."""
@@ -116,6 +114,6 @@ class _ZeroGrad(torch.autograd.Function):
         return features.view_as(features)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         return torch.zeros_like(grad_outputs[0])

@@ -12,6 +12,8 @@ from torch import Tensor
 from dino_ds.basics.ranges import making_once
 
 _T = TypeVar("_T")
+Groups = Sequence[tuple[int, int]]
+"""Sequences and tokens of each, by size."""
 _KEPT = 64
 """Number of keys at which a `MadeOnce` is emptied: evaluations see images of many sizes."""
 
@@ -31,8 +33,7 @@ class MadeOnce:
                 self._kept.clear()
             with torch.inference_mode(False), torch.no_grad(), making_once():
                 self._kept[key] = make()
-        kept: _T = self._kept[key]
-        return kept
+        return self._kept[key]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.ranges import TAKEN, device_kind, rehearsing
 from dino_ds.models.base import init_weights
@@ -64,8 +63,7 @@ class DinoHead(nn.Module):
         return self
 
     def forward(self, features: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
-        output: Logits | Compared = self.prototypes(self.mlp(features), comparison)
-        return output
+        return self.prototypes(self.mlp(features), comparison)
 
 
 class RegressionHead(nn.Linear):
@@ -144,13 +142,11 @@ class Logits(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The targets that a head compares its rows with, and how.
-
-    teacher: logits of g * n rows; the targets are softmax(logits / temperature + shift), shift (k,). The student's rows
-    are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself if
-    `exclude_own`. weights (n,) of the images, or None for 1. others: with `exclude_own`, the weight of pairs with
-    student crops that the teacher does not see. The sum is divided by `divisor`, or by the number of pairs if None.
-    """
+    """The targets that a head compares its rows with, and how. teacher: logits of g * n rows; the targets are
+    softmax(logits / temperature + shift), shift (k,). The student's rows are v * n: crop s of an image is compared with
+    every one of the g crops, but not with crop s itself if `exclude_own`. weights (n,) of the images, or None for 1.
+    others: with `exclude_own`, the weight of pairs with student crops that the teacher does not see. The sum is divided
+    by `divisor`, or by the number of pairs if None."""
 
     teacher: Logits
     shift: Tensor
@@ -212,13 +208,11 @@ def part_rows(weight: Tensor) -> int:
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """sum of weight * H(target, softmax(logit / student_temp)) / divisor, and its gradient in the same pass.
-
-    A cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up:
-    sum of its pairs = m lse(l) - <T, l>, T = the sum of the targets it is compared with, m = their number.
-    With w = weight, g' = gradient of the logits * length / |w|, A = g'^T rows (k, c): rows get g' w, the weight gets A
-    - w (w . A) / |w|^2, the length w . A / length. With free prototypes length / |w| is 1 and w gets A.
-    """
+    """sum of weight * H(target, softmax(logit / student_temp)) / divisor, and its gradient in the same pass. A
+    cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up: sum of its
+    pairs = m lse(l) - <T, l>, T = the sum of the targets it is compared with, m = their number. With w = weight, g' =
+    gradient of the logits * length / |w|, A = g'^T rows (k, c): rows get g' w, the weight gets A - w (w . A) / |w|^2,
+    the length w . A / length. With free prototypes length / |w| is 1 and w gets A."""
 
     @staticmethod
     def forward(
@@ -248,7 +242,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return total / tiles.divisor, entropy
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows, grad_weight, weight, inverse, lengths = ctx.saved_tensors
         grad = grad_outputs[0]

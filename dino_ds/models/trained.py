@@ -169,11 +169,6 @@ def keep_values(module: nn.Module) -> None:
         parameter.fp32_value = parameter.data
 
 
-def share_value(teacher_weight: Tensor, student_weight: Any) -> None:
-    """Make the FP32 value of a student's frozen weight and the teacher's weight one tensor, on the teacher's device."""
-    student_weight.fp32_value = teacher_weight.data = student_weight.fp32_value.to(teacher_weight.device)
-
-
 def _frozen_in(module: nn.Module) -> list[Any]:
     return [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
 

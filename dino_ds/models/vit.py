@@ -12,13 +12,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from dino_ds.models.base import CLS, Backbone, Crops, init_weights, patches_of
+from dino_ds.config.crops import LOCAL
+from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, init_weights, patches_of
 from dino_ds.models.blocks import Block, PatchProjection, RotaryBlock, fuses_sums, norm_layer, run_fused
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import MadeOnce, Packing, Selection
@@ -26,8 +26,6 @@ from dino_ds.models.positions import RopeTables, bicubic_matrix, resized
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
-LOCAL = "local"
-"""The crop group to whose CLS tokens `local_cls_norm` applies."""
 _PLAIN = BackboneOptions()
 
 
@@ -72,7 +70,7 @@ class VisionTransformer(Backbone):
         crops: Crops,
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
-        masks: Mapping[str, Tensor] = MappingProxyType({}),
+        masks: Mapping[str, Tensor] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """See `Backbone.forward`. Adjacent crop groups of the same size are one batch of the attention."""

@@ -25,8 +25,7 @@ from dino_ds.method.spread import CodingRateTerm, KoLeoTerm
 from dino_ds.models import prototypes
 from dino_ds.models.prototypes import Comparison, DinoHead, Logits, Prototypes
 from tests.ranks import run_on_ranks
-from tests.reference import as_logits, compare
-from tests.reference_v2 import golden_v2, golden_v2_meta
+from tests.reference import as_logits, compare, golden_v2, golden_v2_meta
 
 pytestmark = pytest.mark.numerical
 

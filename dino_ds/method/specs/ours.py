@@ -247,10 +247,7 @@ class StartSpec(TeacherSpec):
     """The teacher with the weights of model.init_from, which never change."""
 
     label: ClassVar[str] = "frozen start"
-
-    @property
-    def of_file(self) -> bool:
-        return True
+    of_file = True
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
@@ -266,9 +263,7 @@ def regresses_features(recipe: RecipeSections) -> bool:
 class FrozenSpec(TeacherSpec):
     """The teacher of a distillation, whose weights never change."""
 
-    @property
-    def of_file(self) -> bool:
-        return True
+    of_file = True
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:

@@ -210,10 +210,10 @@ def name_problems(recipe: RecipeSections) -> list[str]:
     code is imported."""
     weights = {key.removesuffix("_weight") for key in ObjectiveSection.model_fields if key.endswith("_weight")}
     terms, others = recipe.objective.terms, recipe.teacher.others
-    given = [(TERMS, weights | _TERMS.keys(), *pair) for pair in json.loads(terms).items()]
-    given += [(TEACHERS, {*_TEACHERS}, *pair) for pair in json.loads(others).items()]
+    parts = [(TERMS, weights | _TERMS.keys(), *pair) for pair in json.loads(terms).items()]
+    parts += [(TEACHERS, {*_TEACHERS}, *pair) for pair in json.loads(others).items()]
     problems = []
-    for key, taken, name, values in given:
+    for key, taken, name, values in parts:
         subject = f"{key} {name}"
         if not re.fullmatch("[a-z][a-z0-9_]*", name):
             problems.append(f"{subject}: a name has small letters, digits and _ alone: it becomes that of metrics")

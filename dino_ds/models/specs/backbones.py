@@ -78,6 +78,8 @@ class ViTSpec(BackboneSpec):
     """
 
     told_by_tensors: ClassVar[bool] = True
+    title = "Vision Transformer"
+    timm_layers: ClassVar[dict[str, Any]] = {"first_conv": "patch_embed.proj", "classifier": "head"}
     patch_size: int
     width: int
     depth: int
@@ -103,10 +105,6 @@ class ViTSpec(BackboneSpec):
         return _LEARNED if self.rope is None else _ROTARY
 
     @property
-    def title(self) -> str:
-        return "Vision Transformer"
-
-    @property
     def sizes(self) -> str:
         return f"patch {self.patch_size}, width {self.width}, depth {self.depth}, {self.heads} heads"
 
@@ -117,10 +115,8 @@ class ViTSpec(BackboneSpec):
             return f"width {self.width} is not a multiple of heads {self.heads}"
         if self.rope is None or head_width % 4 == 0:
             return ""
-        return (
-            f"width {self.width} of {self.heads} heads is {head_width} each, and rotary positions need a multiple of "
-            "4: change model.width or model.heads"
-        )
+        each = f"width {self.width} of {self.heads} heads is {head_width} each"
+        return f"{each}, and rotary positions need a multiple of 4: change model.width or model.heads"
 
     @property
     def stride(self) -> int:
@@ -139,18 +135,9 @@ class ViTSpec(BackboneSpec):
     def attention(self, side: int) -> tuple[int, int, int]:
         return self.heads, self.width // self.heads, self.tokens(side)
 
-    @property
-    def timm_layers(self) -> dict[str, Any]:
-        return {"first_conv": "patch_embed.proj", "classifier": "head"}
-
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
-        arguments: dict[str, Any] = {
-            "patch_size": self.patch_size,
-            "embed_dim": self.width,
-            "depth": self.depth,
-            "num_heads": self.heads,
-            "in_chans": self.in_chans,
-        }
+        arguments: dict[str, Any] = {"patch_size": self.patch_size, "embed_dim": self.width, "depth": self.depth}
+        arguments |= {"num_heads": self.heads, "in_chans": self.in_chans}
         size = {} if image_size is None else {"img_size": image_size}
         if self.rope is not None:
             known = self._timm_eva(name)

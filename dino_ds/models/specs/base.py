@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class BackboneSpec:
-    """Description of a backbone without building it: the base of a frozen dataclass of plain numbers.
-
-    One class for each kind of backbone. The rest of the program never asks which kind it has: it asks the questions
-    below, whose answers here are those of a network without special features. `dino_ds.models.foreign` knows the kind's
-    class. `obeys` names the options of a recipe's section `model` and of a ds config's section `dino_ds` that change
-    the network; `told_by_tensors`: whether names and shapes of its tensors identify it.
-    """
+    """Description of a backbone without building it: the base of a frozen dataclass of plain numbers. One class for
+    each kind of backbone. The rest of the program never asks which kind it has: it asks the questions below, whose
+    answers here are those of a network without special features. `dino_ds.models.foreign` knows the kind's class.
+    `obeys` names the options of a recipe's section `model` and of a ds config's section `dino_ds` that change the
+    network; `told_by_tensors`: whether names and shapes of its tensors identify it."""
 
     told_by_tensors: ClassVar[bool] = False
 

@@ -105,6 +105,11 @@ def _why_unusable(network: nn.Module) -> str:
     return "" if any(True for _ in network.parameters()) else "it has no parameters"
 
 
+def _fact(name: str) -> Any:
+    """A property of `ForeignSpec` whose value is known once the network is built."""
+    return property(lambda spec: getattr(facts_of(spec), name))
+
+
 @dataclass(frozen=True)
 class ForeignSpec(BackboneSpec):
     """A backbone by `name`: timm's name, or a user's MODULE:CLASS; `arguments`: a JSON object of keyword arguments. A
@@ -115,45 +120,22 @@ class ForeignSpec(BackboneSpec):
     in_chans: int = 3
     arguments: str = "{}"
 
-    @property
-    def obeys(self) -> frozenset[str]:
-        return frozenset({"arguments", "in_chans", "drop_path", "sync_batch_norm", "channels_last"})
+    obeys = frozenset({"arguments", "in_chans", "drop_path", "sync_batch_norm", "channels_last"})
+    side_multiple = 1
+    width, patch_width, stride = _fact("width"), _fact("patch_width"), _fact("stride")
+    has_batch_norm, timm_layers = _fact("has_batch_norm"), _fact("timm_layers")
 
     @property
     def title(self) -> str:
         return self.name
 
     @property
-    def stride(self) -> int:
-        return facts_of(self).stride
-
-    @property
-    def side_multiple(self) -> int:
-        return 1
-
-    @property
-    def width(self) -> int:
-        return facts_of(self).width
-
-    @property
-    def patch_width(self) -> int:
-        return facts_of(self).patch_width
-
-    @property
     def depth(self) -> int:
         return len(facts_of(self).segments)
 
     @property
-    def has_batch_norm(self) -> bool:
-        return facts_of(self).has_batch_norm
-
-    @property
     def is_timm(self) -> bool:
         return ":" not in self.name
-
-    @property
-    def timm_layers(self) -> dict[str, Any]:
-        return facts_of(self).timm_layers
 
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
         return (self.name, _timm_arguments(self, image_size)) if self.is_timm else None
@@ -249,15 +231,15 @@ def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
     def is_network(candidate: object) -> bool:
         return isinstance(candidate, type) and issubclass(candidate, nn.Module)
 
-    what = f"model.backbone {spec.name}"
+    backbone = f"model.backbone {spec.name}"
     network_class = find_own("model.backbone", spec.name, "torch.nn.Module", is_network)
     try:
         network: nn.Module = network_class(in_chans=spec.in_chans, **arguments)
     except Exception as error:  # whatever a user's class raises
-        given = f"in_chans={spec.in_chans} and model.arguments {spec.arguments}"
-        raise ConfigError(f"{what} can't be made with {given}: {type(error).__name__}: {one_line(error)}") from None
+        call = f"in_chans={spec.in_chans} and model.arguments {spec.arguments}"
+        raise ConfigError(f"{backbone} can't be made with {call}: {type(error).__name__}: {one_line(error)}") from None
     if any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
-        raise ConfigError(f"{what} has lazy layers (nn.LazyConv2d ...): give them their sizes")
+        raise ConfigError(f"{backbone} has lazy layers (nn.LazyConv2d ...): give them their sizes")
     return network
 
 
