@@ -50,17 +50,9 @@ _TOO_OLD = Version(torch.__version__) < Version("2.14")
 _WHY = "torch 2.11 can't play or compile for a GPU that is not there; 2.12 and 2.13 were not tried"
 needs_fake_cuda = pytest.mark.skipif(_TOO_OLD, reason=_WHY)
 
-_NOT_COUNTED = (
-    "mm", "addmm", "addmm_", "bmm", "baddbmm", "convolution", "attention", "attn",
-)  # in bytes: these compute  # fmt: skip
+_NOT_COUNTED = ("mm", "convolution", "attention", "attn")  # in bytes, as parts of names: these compute
 _HOST_READS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "is_nonzero",
-    "bincount",
-    "repeat_interleave",
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "bincount", "repeat_interleave"),
 )
 _COPIES = ("_to_copy", "copy_", "copy", "_foreach_copy_")
 
@@ -86,7 +78,7 @@ class Counts:
         return f"{self.launches} launches ({most}), {self.gigabytes:.2f} GB (all: {traffic})"
 
 
-class Counter(TorchDispatchMode):
+class FakeCuda(TorchDispatchMode):
     """Counts the operators that run on the fake GPU, by part, and notes what a GPU would have to wait for."""
 
     def __init__(self) -> None:
@@ -164,10 +156,6 @@ class Counter(TorchDispatchMode):
         where = f" at {frames[-1].filename.split('/')[-1]}:{frames[-1].lineno}" if frames else ""
         self.problems[f"{self._part}: {problem}{where}"] += 1
 
-
-class FakeCuda(Counter):
-    """A `Counter` of what runs on the fake GPU; made by `fake_cuda`."""
-
     def module(self, meta: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         """A module on the meta device -> the same one, on the fake GPU: parameters of `dtype`, buffers of their own."""
         for part in meta.modules():
@@ -195,7 +183,9 @@ class FakeCuda(Counter):
             if hasattr(node, "variable"):
                 node.variable.grad = grads.get(0)
                 continue
-            results = _call(node, grads)
+            arguments = [grads.get(i) for i in range(len(node._input_metadata))]
+            results = node(*arguments) if callable(node) else node.apply(*arguments)
+            results = results if isinstance(results, tuple) else (results,)
             for (following, place), grad in zip(node.next_functions, results, strict=False):
                 if following is None:
                     continue
@@ -220,13 +210,6 @@ def _consumers(root: Any) -> collections.Counter[Any]:
                     seen.add(following)
                     stack.append(following)
     return waiting
-
-
-def _call(node: Any, grads: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
-    """One node's gradients of its inputs, from those of its outputs."""
-    arguments = [grads.get(i) for i in range(len(node._input_metadata))]
-    results = node(*arguments) if callable(node) else node.apply(*arguments)
-    return results if isinstance(results, tuple) else (results,)
 
 
 def _fitted(grad: Tensor, node: Any, place: int) -> Tensor:

@@ -45,14 +45,9 @@ def test_cosine_schedules(case):
     """Double precision on both sides: equal to rounding."""
     per_epoch = case["niter_per_ep"]
     for step, expected in enumerate(case["values"]):
-        value = cosine_schedule(
-            step,
-            case["base_value"],
-            case["final_value"],
-            case["epochs"] * per_epoch,
-            case.get("warmup_epochs", 0) * per_epoch,
-            case.get("start_warmup_value", 0.0),
-        )
+        length, warmup = case["epochs"] * per_epoch, case.get("warmup_epochs", 0) * per_epoch
+        ends = case["base_value"], case["final_value"]
+        value = cosine_schedule(step, *ends, length, warmup, case.get("start_warmup_value", 0.0))
         assert value == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 

@@ -4,7 +4,6 @@ Refuses options that do nothing for the backbone, and loss terms whose names cla
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -29,23 +28,16 @@ from dino_ds.engine.masters import Placement
 from dino_ds.engine.process import device, use_deterministic_kernels
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.errors import ConfigError
-from dino_ds.method import ema, gram, preserve
-from dino_ds.method import frozen as build_frozen
-from dino_ds.method.coding_rate import CodingRateTerm
-from dino_ds.method.dino import build_dino
+from dino_ds.method import dino, ema, frozen, gram
 from dino_ds.method.fast_paths import Case, settle
-from dino_ds.method.frozen import begin_centers, find_teacher
-from dino_ds.method.gram import build_gram
-from dino_ds.method.ibot import build_ibot
-from dino_ds.method.koleo import KoLeoTerm
 from dino_ds.method.networks import TeacherParts, TermParts, build_meta, optimizer_options
 from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs import ours
 from dino_ds.method.specs.base import OF_EVERY_RUN, TeacherSpec, TermSpec
 from dino_ds.method.specs.own import own_terms, teachers_of, terms_of
+from dino_ds.method.spread import CodingRateTerm, KoLeoTerm
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
-from dino_ds.models.attention import leave_out_cudnn_attention
 from dino_ds.models.base import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
@@ -55,10 +47,9 @@ from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.layouts import Weights
 from dino_ds.weights.start import InitialWeights, find_start
 
-_VITS, _OTHERS = "ViTs that dino_ds builds itself", "networks that dino_ds does not build itself"
 _LEVERS = {
-    **dict.fromkeys(("attention", "packed", "cls_only_last_block"), _VITS),
-    "channels_last": _OTHERS,
+    **dict.fromkeys(("attention", "packed", "cls_only_last_block"), "ViTs that dino_ds builds itself"),
+    "channels_last": "networks that dino_ds does not build itself",
 }
 """Performance options that not every backbone obeys, and the networks that they are for."""
 
@@ -73,10 +64,21 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
             network.backbone.check_image(side, side)
         except ConfigError as error:
             raise ConfigError(f"{error}; change {keys}") from None
-    for term in terms_of(recipe):
-        if term.reads_patches:
-            _check_patches(term, recipe, network)
-    _check_batch_norm(recipe, network)
+    side = recipe.crops.global_size
+    for term in (term for term in terms_of(recipe) if term.reads_patches):
+        try:
+            network.backbone.patch_grid(side, side)
+        except ConfigError as error:
+            raise ConfigError(f"{term.name}.weight is for patches: {error}; set it 0, or take a ViT") from None
+    teacher, model = recipe.teacher.batch_norm, recipe.model
+    if teacher == "reference" and not teachers_of(recipe)[0].sees and batch_norms(network):
+        why = "teacher.batch_norm reference: in a distillation the EMA teacher sees no images"
+        raise ConfigError(f"{why}, and its averages would never move: set it ema")
+    if not batch_norms(network):
+        if teacher not in ("auto", "reference"):
+            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
+        if not model.sync_batch_norm:
+            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")
 
 
 def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
@@ -85,58 +87,27 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
     for name, kind in _LEVERS.items():
         value = getattr(performance, name)
         if value != getattr(fitting, name):
-            shown = str(value).lower()
-            raise ConfigError(
-                f"dino_ds.{name} {shown} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
-            )
+            shown = f"dino_ds.{name} {str(value).lower()}"
+            raise ConfigError(f"{shown} is for {kind}: {recipe.model.backbone} has no use for it; leave it out")
 
 
 def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:
     """`performance` with defaults for the options that do nothing for a recipe's backbone."""
     defaults, idle = PerformanceOptions(), _LEVERS.keys() - recipe.model.spec().obeys
-    return dataclasses.replace(performance, **{name: getattr(defaults, name) for name in idle})
+    return replace(performance, **{name: getattr(defaults, name) for name in idle})
 
 
 def check_start(recipe: Recipe) -> None:
     """Raise ConfigError if a new run would keep random statistics or weights as they are; a resumed run has its own,
     and does not read the weights that it began with."""
-    train = recipe.model.train
     if recipe.model.init_from is not None or recipe.stage_start is not None:
         return
     if recipe.teacher.batch_norm == "frozen":
-        raise ConfigError(
-            "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
-            "model.init_from, or take reference or ema"
-        )
-    if train != ALL:
-        raise ConfigError(
-            f"model.train {train} leaves the other weights as they are, and these would be random: give "
-            "model.init_from, or set model.train all"
-        )
-
-
-def _check_patches(term: TermSpec, recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for a backbone that has no patches for a term."""
-    side = recipe.crops.global_size
-    try:
-        network.backbone.patch_grid(side, side)
-    except ConfigError as error:
-        raise ConfigError(f"{term.name}.weight is for patches: {error}; set it 0, or take a ViT") from None
-
-
-def _check_batch_norm(recipe: Recipe, network: Network) -> None:
-    """Raise ConfigError for settings of BatchNorm that have no effect."""
-    teacher, model = recipe.teacher.batch_norm, recipe.model
-    if teacher == "reference" and not teachers_of(recipe)[0].sees and batch_norms(network):
-        raise ConfigError(
-            "teacher.batch_norm reference: in a distillation the EMA teacher sees no images, and its averages would "
-            "never move: set it ema"
-        )
-    if not batch_norms(network):
-        if teacher not in ("auto", "reference"):
-            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
-        if not model.sync_batch_norm:
-            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")
+        why = "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from"
+        raise ConfigError(f"{why}: give model.init_from, or take reference or ema")
+    if recipe.model.train != ALL:
+        why = f"model.train {recipe.model.train} leaves the other weights as they are, and these would be random"
+        raise ConfigError(f"{why}: give model.init_from, or set model.train all")
 
 
 def check_names(terms: Mapping[str, Term]) -> None:
@@ -151,10 +122,9 @@ def check_names(terms: Mapping[str, Term]) -> None:
         for kind, names, taken in (("scalar", term.scalars, owners), ("statistic", term.statistics, statistics)):
             for key in names:
                 if key in taken:
-                    raise ConfigError(
-                        f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost: give it "
-                        f"another name, such as {name}_{key} (the name of the term's spec, and {key})"
-                    )
+                    why = f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost"
+                    other = f"{name}_{key} (the name of the term's spec, and {key})"
+                    raise ConfigError(f"{why}: give it another name, such as {other}")
                 taken[key] = f"term {name}'s"
 
 
@@ -164,45 +134,37 @@ def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Ite
     groups, teachers = list(groups), list(teachers)
     for name, term in objective.terms.items():
         if unknown := sorted(term.needs.teachers.keys() - set(teachers)):
-            raise ConfigError(
-                f"loss term {name} reads teacher {unknown[0]}: teachers here are {', '.join(teachers)}; teacher.others "
-                "adds EMA teachers"
-            )
+            known = f"teachers here are {', '.join(teachers)}; teacher.others adds EMA teachers"
+            raise ConfigError(f"loss term {name} reads teacher {unknown[0]}: {known}")
         readers = {"the student": term.needs.student} | {f"teacher {t}": n for t, n in term.needs.teachers.items()}
-        for reader, outputs in readers.items():
+        for reader, output in ((reader, output) for reader, outputs in readers.items() for output in outputs):
             seen = [g for g in groups if (g.student if reader == "the student" else reader[8:] in g.teachers)]
-            for output in outputs:
-                feature = objective.queries[output].feature if output in objective.queries else output
-                _check_feature(f"loss term {name} reads {output} of {reader}", feature, seen)
-
-
-def _check_feature(reads: str, feature: str, seen: list[CropGroup]) -> None:
-    kind, _, group = feature.partition("/")
-    names = [crops.name for crops in seen]
-    if feature != "cls" and (kind not in ("cls", "patches", "masked") or not group):
-        raise ConfigError(
-            f"{reads}: a feature is cls, cls/GROUP, patches/GROUP or masked/GROUP, or a query of the term"
-        )
-    if group and group not in names:
-        raise ConfigError(f"{reads}, which sees {', '.join(names) or 'no'} crops and none of {group}")
-    if not names:
-        raise ConfigError(f"{reads}, which sees no crops: teachers of teacher.others see those of `sees`")
-    if kind == "masked" and not next(crops for crops in seen if crops.name == group).masked:
-        raise ConfigError(f"{reads}, and no patches of {group} crops are hidden: set crops.mask")
+            feature = objective.queries[output].feature if output in objective.queries else output
+            reads, names = f"loss term {name} reads {output} of {reader}", [crops.name for crops in seen]
+            kind, _, group = feature.partition("/")
+            if feature != "cls" and (kind not in ("cls", "patches", "masked") or not group):
+                kinds = "cls, cls/GROUP, patches/GROUP or masked/GROUP, or a query of the term"
+                raise ConfigError(f"{reads}: a feature is {kinds}")
+            if group and group not in names:
+                raise ConfigError(f"{reads}, which sees {', '.join(names) or 'no'} crops and none of {group}")
+            if not names:
+                raise ConfigError(f"{reads}, which sees no crops: teachers of teacher.others see those of `sees`")
+            if kind == "masked" and not next(crops for crops in seen if crops.name == group).masked:
+                raise ConfigError(f"{reads}, and no patches of {group} crops are hidden: set crops.mask")
 
 
 _BUILDERS: dict[type, Callable[[Any, Any], Any]] = {
-    ours.DinoSpec: build_dino,
-    ours.IbotSpec: build_ibot,
-    ours.FeatureSpec: build_frozen.build_features,
+    ours.DinoSpec: dino.build_prototype_term,
+    ours.IbotSpec: dino.build_prototype_term,
+    ours.FeatureSpec: frozen.build_features,
     ours.CodingRateSpec: lambda spec, parts: CodingRateTerm(spec, parts.taught_crops),
     ours.KoLeoSpec: lambda spec, parts: KoLeoTerm(parts.taught_crops, spec.ranks == "all"),
-    ours.GramSpec: build_gram,
-    ours.PreserveSpec: lambda _, parts: preserve.PreserveTerm(parts.recipe.model.spec().patch_width > 0),
+    ours.GramSpec: gram.build_gram,
+    ours.PreserveSpec: lambda _, parts: frozen.PreserveTerm(parts.recipe.model.spec().patch_width > 0),
     ours.EmaSpec: ema.build_teacher,
-    ours.FrozenSpec: build_frozen.build_teacher,
+    ours.FrozenSpec: frozen.build_teacher,
     ours.GramTeacherSpec: gram.build_teacher,
-    ours.StartSpec: preserve.build_teacher,
+    ours.StartSpec: frozen.build_start_teacher,
 }
 
 
@@ -221,19 +183,19 @@ def build_by_spec(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts)
 def build_step(
     recipe: Recipe, config: DsConfig, epoch_steps: int, start: tuple[str, Weights] | None = None
 ) -> TrainingStep:
-    """Build student, teachers and objective of a recipe on this process group; every rank must call it.
-
-    For `start` see `build_network`.
-    """
+    """Build student, teachers and objective of a recipe on this process group; every rank must call it. For `start` see
+    `build_network`."""
     check_levers(recipe, config.performance)
-    leave_out_cudnn_attention()
+    # Torch prefers cuDNN's attention on Hopper. With one query, as in the last block, its gradients may be NaN on an
+    # H200 (NVIDIA/cudnn-frontend#1072).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if config.performance.deterministic:
         use_deterministic_kernels()
     if "channels_last" in recipe.model.spec().obeys:  # it has convolutions, and crops have few sizes
         torch.backends.cudnn.benchmark = not config.performance.deterministic  # times kernels, takes the fastest
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"  # of convolutions; torch's default is True
-    frozen = find_teacher(recipe)
-    objective = build_objective(recipe, device(), frozen)
+    source = frozen.find_teacher(recipe)
+    objective = build_objective(recipe, device(), source)
     config = settle(Case(recipe, config, device(), functools.partial(build_network, objective=objective)))
     network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
@@ -242,7 +204,7 @@ def build_step(
     engine = Engine(network, config, optimizer_options(recipe.optimizer))
     engine.set_masters(network.began_with)
     network.began_with = {}
-    teachers = build_teachers(recipe, config, engine, objective, frozen)
+    teachers = build_teachers(recipe, config, engine, objective, source)
     schedules = build_schedules(recipe, epoch_steps)
     return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
 
@@ -265,9 +227,8 @@ def build_network(
     Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
     fit.
     """
-    objective = objective or build_objective(recipe, torch.device("cpu"))
+    model, objective = recipe.model, objective or build_objective(recipe, torch.device("cpu"))
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
-    model = recipe.model
     check_backbone(recipe, network)
     if model.train != ALL:
         placer = TrainedPlacer(network, recipe.seed, placer)
@@ -275,23 +236,22 @@ def build_network(
         start = model.init_from, find_start(model, recipe.data.known_range)
     if start is not None:
         source, weights = start
-        initial = InitialWeights(network, weights, source, placer, model.pos_embed_interpolation)
-        network.started_from = str(initial)
-        network.began_with = initial.tensors
-        placer = initial
+        placer = initial = InitialWeights(network, weights, source, placer, model.pos_embed_interpolation)
+        network.started_from, network.began_with = str(initial), initial.tensors
     torch.manual_seed(recipe.seed)
-    drawn = network.backbone.drawn()
-    if drawn is not None:
+    if (drawn := network.backbone.drawn()) is not None:
         take_drawn_weights(network.backbone, drawn, placer)
-    for part in (*([] if drawn is not None else [network.backbone]), *network.heads().values()):
-        init_weights_in_pieces(part, placer)
+    else:
+        init_weights_in_pieces(network.backbone, placer)
+    for head in network.heads().values():
+        init_weights_in_pieces(head, placer)
     return network
 
 
-def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource | None = None) -> Objective:
-    """The recipe's loss terms, with new running statistics, or those of the `frozen` teacher (None: the one that the
-    recipe names, if any)."""
-    source = frozen or find_teacher(recipe)
+def build_objective(recipe: Recipe, device: torch.device, source: FrozenSource | None = None) -> Objective:
+    """The recipe's loss terms, with new running statistics, or those that the training of the frozen teacher `source`
+    saved (None: the one that the recipe names, if any)."""
+    source = source or frozen.find_teacher(recipe)
     parts = TermParts(recipe, device, source)
     for spec in own_terms(recipe.objective.terms):  # dino_ds's terms are checked with the recipe
         if problems := spec.problems(recipe):
@@ -301,29 +261,29 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
     check_names(terms)
     objective = Objective(terms)
     check_needs(objective, recipe.groups, [teacher.name for teacher in teachers_of(recipe)])
-    if source:
-        begin_centers(objective, source)
+    centers = source.centers if source else {}
+    for name, statistic in objective.statistics.items():
+        if name in centers and centers[name].shape == statistic.value.shape:
+            statistic.load(centers[name])
     return objective
 
 
 def build_teachers(
-    recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, frozen: FrozenSource | None = None
+    recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, source: FrozenSource | None = None
 ) -> Teachers:
-    """The teachers of a recipe, first the EMA teacher, equal to the engine's student; frozen: the one to distill."""
-    parts = TeacherParts(recipe, config, engine, objective, frozen)
+    """The teachers of a recipe, first the EMA teacher, equal to the engine's student; source: the one to distill."""
+    parts = TeacherParts(recipe, config, engine, objective, source)
     teachers: dict[str, Teacher] = {}
     for spec in teachers_of(recipe):
         parts = replace(parts, ema=teachers[EMA].network if teachers else None)
         teachers[spec.name] = build_by_spec(spec, parts)
-    return Teachers(teachers, recipe.groups, exported=EMA)
+    return Teachers(teachers, recipe.groups)
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
     """The recipe's schedules in optimizer steps; an epoch has `epoch_steps` steps."""
-    batch = recipe.data.global_batch
-    objective, optimizer = recipe.objective, recipe.optimizer
-    warmup = objective.teacher_temp_warmup
-    steps = recipe.length.in_steps(batch, epoch_steps)
+    batch, objective, optimizer = recipe.data.global_batch, recipe.objective, recipe.optimizer
+    steps, warmup = recipe.length.in_steps(batch, epoch_steps), objective.teacher_temp_warmup
     weights: dict[str, WeightSchedule] = {}
     for term in terms_of(recipe):
         start = term.start.in_steps(batch, epoch_steps)
@@ -360,18 +320,15 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
 def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int, start: int = 0) -> WeightSchedule:
     if ramp.length is None or ramp.end is None:
         return WeightSchedule(ramp.start, ramp.start, 1, start, start)
-    begin = ramp.length.begin
-    steps = ramp.length.in_steps(batch, epoch_steps) - begin
-    return WeightSchedule(ramp.start, ramp.end, steps, max(begin, start), start)
+    steps = ramp.length.in_steps(batch, epoch_steps) - ramp.length.begin
+    return WeightSchedule(ramp.start, ramp.end, steps, max(ramp.length.begin, start), start)
 
 
 def build_prefetcher(
     recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position
 ) -> DevicePrefetcher:
-    """This rank's micro-batches on the device `where`, from `start` on; every rank calls it.
-
-    Raises DataError where shared memory is too small, and ConfigError where a machine's ranks can't share a cache.
-    """
+    """This rank's micro-batches on the device `where`, from `start` on; every rank calls it. Raises DataError where
+    shared memory is too small, and ConfigError where a machine's ranks can't share a cache."""
     with distributed.raise_on_all_ranks():
         check_shared_memory(recipe.batch_bytes(micro_batch), recipe.data.workers)
     cache = open_cache(recipe.data.cache_gib, len(source))

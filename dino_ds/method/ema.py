@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.blocks import RotaryAttention
 from dino_ds.models.network import Network
-from dino_ds.models.trained import share_value
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
@@ -40,13 +40,10 @@ untrained weights fade."""
 class TeacherOptions:
     """`dtype`: of the forward pass. `keep_copy`: also keep the matrices in `dtype`, cast once per applied step instead
     of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
-    or "off".
-
-    `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its crops
-    (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
-    that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports use the
-    running averages.
-    """
+    or "off". `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its
+    crops (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by
+    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports
+    use the running averages."""
 
     dtype: torch.dtype = torch.float32
     keep_copy: bool = False
@@ -56,20 +53,13 @@ class TeacherOptions:
 
 
 class EmaTeacher(Teacher):
-    """An average of the student's weights, updated after each applied step.
-
-    On construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
-    engine's precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat
-    buffers. Weights that the student never trains keep their values from before any rounding. Matrices A and B of
-    adapters (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of
-    products.
-
-    Args:
-        network: see `Teacher`.
-        masters: the student's FP32 weights.
-        buffers: returns the student's buffers by name. Floating-point ones are averaged as the weights are, integers
-            copied; for BatchNorm's see `TeacherOptions`.
-    """
+    """An average of the student's weights, updated after each applied step. On construction the network becomes equal
+    to `masters`, the student's FP32 weights, which DeepSpeed makes from weights already rounded to the engine's
+    precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
+    Weights that the student never trains keep their values from before any rounding. Matrices A and B of adapters
+    (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of products. Of
+    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm's
+    see `TeacherOptions`."""
 
     def __init__(
         self,
@@ -83,9 +73,19 @@ class EmaTeacher(Teacher):
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
         self._frozen = [m for m in masters if isinstance(m, FrozenWeights)]
         for name, parameter in (pair for m in self._frozen for pair in m.parameters):
-            share_value(parameters[name], parameter)
-        self._updaters = self._updaters_of(masters, parameters)
-        followed = [name for m in masters for name in _names(m)]
+            # The student's FP32 value and the teacher's weight are one tensor, on the teacher's device.
+            parameter.fp32_value = parameters[name].data = parameter.fp32_value.to(self._device)
+        whole = [m.parameters for m in masters if isinstance(m, WholeMasters)]
+        flat = [m for m in masters if isinstance(m, FlatMasters)]
+        self._updates: list[Callable[[float], object]] = [
+            partial(torch._foreach_lerp_, [parameters[n].data for n, _ in pairs], [t.detach() for _, t in pairs])
+            for pairs in whole
+        ]
+        self._updates += [_FlatUpdater(flat, parameters, self._device).update] if flat else []
+        cut = [m for m in masters if isinstance(m, PartitionedMasters)]
+        self._updates += [_PartitionedUpdater(m, parameters, self._device).update for m in cut]
+        followed = [name for pairs in (*whole, *(m.parameters for m in self._frozen)) for name, _ in pairs]
+        followed += [name for m in flat for name, _ in m.layout] + [name for m in cut for name, _, _ in m.layout]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
         self._student_buffers, self._own_buffers = buffers, dict(network.named_buffers())
         assert buffers().keys() == self._own_buffers.keys(), "each buffer must have the student's"
@@ -104,16 +104,6 @@ class EmaTeacher(Teacher):
             tensor.copy_(student[name])
         self._move_weights(momentum=0.0)
 
-    def _updaters_of(self, masters: Sequence[Masters], parameters: dict[str, Tensor]) -> list[_EmaUpdater]:
-        whole = [m for m in masters if isinstance(m, WholeMasters)]
-        flat = [m for m in masters if isinstance(m, FlatMasters)]
-        cut = [m for m in masters if isinstance(m, PartitionedMasters)]
-        return [
-            *(_WholeUpdater(m, parameters) for m in whole),
-            *([_FlatUpdater(flat, parameters, self._device)] if flat else []),
-            *(_PartitionedUpdater(m, parameters, self._device) for m in cut),
-        ]
-
     def update(self, schedule: ScheduleValues) -> None:
         self.move(schedule.momenta.get(self._name, schedule.teacher_momentum))
 
@@ -129,24 +119,22 @@ class EmaTeacher(Teacher):
                 tensor.lerp_(student[name].to(tensor.dtype), 1.0 - momentum)
             else:
                 tensor.copy_(student[name])
-        if self._rule != "reference" and self._statistics:
-            self._move_statistics({name: student[name] for name in self._statistics}, 1.0 - momentum)
-
-    @torch.no_grad()
-    def _move_weights(self, momentum: float) -> None:
-        for updater in self._updaters:
-            updater.update(1.0 - momentum)
-        self._cast()
-
-    def _move_statistics(self, student: Mapping[str, Tensor], weight: float) -> None:
-        """Average BatchNorm's statistics as the weights, but faster at first."""
+        if self._rule == "reference" or not self._statistics:
+            return
+        # Average BatchNorm's statistics as the weights, but faster at first.
         counts = [name for name, tensor in self._statistics.items() if not tensor.is_floating_point()]
         torch._foreach_copy_([self._statistics[name] for name in counts], [student[name] for name in counts])
         averages = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
         passes = self._statistics[counts[0]].float()
         steps = torch._foreach_sub([student[name] for name in self._statistics if name not in counts], averages)
-        torch._foreach_mul_(steps, (1 / (_STATISTICS_SPAN * passes)).clamp(weight, 1.0))
+        torch._foreach_mul_(steps, (1 / (_STATISTICS_SPAN * passes)).clamp(1.0 - momentum, 1.0))
         torch._foreach_add_(averages, steps)
+
+    @torch.no_grad()
+    def _move_weights(self, momentum: float) -> None:
+        for update in self._updates:
+            update(1.0 - momentum)
+        self._cast()
 
     def moving_buffers(self) -> dict[str, Tensor]:
         return self._statistics if self._rule == "reference" else {}
@@ -171,9 +159,7 @@ class EmaTeacher(Teacher):
 
 def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, tuple[list[Tensor], list[Tensor]]]:
     """A network whose matrices have `dtype` and whose other tensors are those of `network`; (copies, originals).
-
-    Autocast casts these matrices and no others, so the results are the same.
-    """
+    Autocast casts these matrices and no others, so the results are the same."""
     shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
     running = copy.deepcopy(network, shared)
     copies, originals = [], []
@@ -190,28 +176,9 @@ def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, 
     return running, (copies, originals)
 
 
-class _EmaUpdater:
-    def update(self, weight: float) -> None:
-        """teacher <- teacher + weight * (masters - teacher), for this updater's parameters."""
-        raise NotImplementedError
-
-
-class _WholeUpdater(_EmaUpdater):
-    """Updates whole parameters from whole masters, without communication."""
-
-    def __init__(self, masters: WholeMasters, parameters: dict[str, Tensor]) -> None:
-        self._teacher = [parameters[name].data for name, _ in masters.parameters]
-        self._masters = [tensor.detach() for _, tensor in masters.parameters]
-
-    def update(self, weight: float) -> None:
-        torch._foreach_lerp_(self._teacher, self._masters, weight)
-
-
-class _FlatUpdater(_EmaUpdater):
-    """Each rank updates its shards, then one collective gathers all shards in place.
-
-    Layer-wise learning rates make two parameter groups per block, each a flat buffer: 58 in a ViT-L.
-    """
+class _FlatUpdater:
+    """Moves the teacher towards the masters: each rank its shards, then one collective gathers all shards in place.
+    Layer-wise learning rates make two parameter groups per block, each a flat buffer: 58 in a ViT-L."""
 
     def __init__(self, masters: Sequence[FlatMasters], parameters: dict[str, Tensor], device: torch.device) -> None:
         self._masters, self._group = masters, masters[0].process_group
@@ -227,14 +194,12 @@ class _FlatUpdater(_EmaUpdater):
         self._shards = [flat.chunk(ranks)[rank] for flat in self._whole]
 
     def update(self, weight: float) -> None:
-        masters = [
-            m.shard().to(shard.device, non_blocking=True) for m, shard in zip(self._masters, self._shards, strict=True)
-        ]
+        masters = [m.shard().to(self._whole[0].device, non_blocking=True) for m in self._masters]
         torch._foreach_lerp_(self._shards, masters, weight)
         gather_in_place(self._whole, self._shards, self._group)
 
 
-class _PartitionedUpdater(_EmaUpdater):
+class _PartitionedUpdater:
     """Gathers the masters chunk by chunk, then updates whole parameters."""
 
     def __init__(self, masters: PartitionedMasters, parameters: dict[str, Tensor], device: torch.device) -> None:
@@ -265,28 +230,17 @@ class _PartitionedUpdater(_EmaUpdater):
             torch._foreach_lerp_(teacher, masters, weight)
 
 
-def _names(masters: Masters) -> list[str]:
-    if isinstance(masters, WholeMasters | FrozenWeights):
-        return [name for name, _ in masters.parameters]
-    return [entry[0] for entry in masters.layout]
-
-
 def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
     """The teacher, equal to the student; every rank must call it."""
-    recipe, config, engine = parts.recipe, parts.config, parts.engine
-    objective = parts.objective
+    recipe, config, objective = parts.recipe, parts.config, parts.objective
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(spec.name))
     network = network.to_empty(device=device())
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.zero_()  # the student's values replace them
     weights = sum(p.numel() for p in network.parameters())
-    sees_crops = bool(teacher_sizes(recipe.groups, spec.name))
-    options = TeacherOptions(
-        DTYPES[config.precision],
-        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights) and sees_crops,
-        compiled=config.performance.compile,
-        batch_norm=recipe.batch_norm,
-        name=spec.name,
-    )
-    return EmaTeacher(network, engine.masters(), options, engine.buffers)
+    copies = config.keeps_teacher_copy(device().type == "cuda", weights)
+    keep_copy = copies and bool(teacher_sizes(recipe.groups, spec.name))
+    dtype, compiled = DTYPES[config.precision], config.performance.compile
+    options = TeacherOptions(dtype, keep_copy, compiled, recipe.batch_norm, spec.name)
+    return EmaTeacher(network, parts.engine.masters(), options, parts.engine.buffers)

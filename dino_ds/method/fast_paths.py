@@ -29,6 +29,7 @@ from dino_ds.data.photometric import kernel_difference
 from dino_ds.engine import distributed
 from dino_ds.engine.process import DTYPES, release_memory
 from dino_ds.errors import one_line
+from dino_ds.method.dino import sums_of_rows
 from dino_ds.models.fused import fuse_as_in_training
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Compared, Comparison, Logits
@@ -77,9 +78,7 @@ EVERY = "every fast path"
 
 def settle(case: Case) -> DsConfig:
     """Decide which fast paths this process takes; returns the config without the others, with notes on these alone.
-
-    Every rank must call it.
-    """
+    Every rank must call it."""
     problems = dict[str, str]()
     if not case.config.performance.fast_paths:
         problems = {path.name: "dino_ds.fast_paths is false" for path in FAST_PATHS}
@@ -126,8 +125,6 @@ def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Batch
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
     """Losses, a teacher's rows, their Sinkhorn-Knopp sums and the gradients of the run's heads and two of its blocks,
     with these fast paths."""
-    from dino_ds.method.dino import sums_of_rows
-
     performance, device, images = _take(case, taken), case.device, case.config.micro_batch
     dtype = DTYPES[case.config.precision]
     two_blocks = case.recipe.model.model_copy(update={"depth": 2, "train": "all", "init_from": None})
@@ -142,7 +139,12 @@ def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
     with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         seen = {name: output for name, output in network(crops, None, masks).items() if isinstance(output, Logits)}
         sums = [sums_of_rows(logits, 0.1) for logits in seen.values()]
-    comparisons = {name: _comparison(logits, images) for name, logits in seen.items()}
+    comparisons = {}
+    for name, logits in seen.items():
+        # An image's crops with the others of the first two; other rows, such as of patches, each with itself.
+        pairs = len(logits.rows) % images == 0
+        like = logits._replace(rows=logits.rows[: 2 * images] if pairs else logits.rows, weight=logits.weight.clone())
+        comparisons[name] = Comparison(like, torch.zeros_like(logits.scale), 0.04, 0.1, 1 + pairs, exclude_own=pairs)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     outputs = network(crops, inputs.drop_keys, masks, comparisons, 0).values()
@@ -150,13 +152,6 @@ def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
     losses.sum().backward()
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     return [losses.detach(), *(logits.rows for logits in seen.values()), *sums, *gradients]
-
-
-def _comparison(logits: Logits, images: int) -> Comparison:
-    """An image's crops with the others of the first two; other rows, such as of patches, each with itself."""
-    pairs = len(logits.rows) % images == 0
-    teacher = logits._replace(rows=logits.rows[: 2 * images] if pairs else logits.rows, weight=logits.weight.clone())
-    return Comparison(teacher, torch.zeros_like(logits.scale), 0.04, 0.1, 1 + pairs, exclude_own=pairs)
 
 
 def _compare_results(case: Case, name: str) -> float:

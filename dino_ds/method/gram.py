@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.ranges import device_kind
 from dino_ds.config.crops import GLOBAL, Masks, teacher_sizes
@@ -39,23 +38,15 @@ _PIECE = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """The formula of the paper: the mean squared difference of student's and teacher's cosines over all pairs of rows.
-
-    student (matrices, n, d), teacher (matrices, n, d').
-    """
+    student (matrices, n, d), teacher (matrices, n, d')."""
     cosines, wanted = (unit @ unit.mT for unit in (_unit(student), _unit(teacher)))
     return (cosines - wanted).square().mean()
 
 
 class GramTerm(Term):
-    """`gram_loss` of the patches of each image, in tiles. FP32.
-
-    The student's patches are those of its global crops, hidden ones too. Where the schedule's weight is 0 nothing is
-    computed, and the loss is 0.
-
-    Args:
-        teacher: name of the teacher that gives the patches to compare with.
-        seen: group of the teacher's crops, the same image regions in this size or another.
-    """
+    """`gram_loss` of the patches of each image, in tiles. FP32. The student's patches are those of its global crops,
+    hidden ones too; `seen`: the group of the teacher's crops, the same image regions in this size or another. Where the
+    schedule's weight is 0 nothing is computed, and the loss is 0."""
 
     def __init__(self, teacher: str, seen: str) -> None:
         self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of("global")
@@ -83,13 +74,8 @@ def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
 
 
 def tiled_gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """`gram_loss`, computing in the same pass its gradient, which only the student has.
-
-    At most `_PIECE` bytes of a matrix of cosines are in memory at once.
-    """
-    low = student.dtype != torch.float32
-    loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), low)
-    return loss
+    """`gram_loss`, with its gradient, which only the student has, in the same pass, in pieces of `_PIECE` bytes."""
+    return _GramLoss.apply(_unit(student), _unit(teacher.detach()), student.dtype != torch.float32)
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -112,9 +98,7 @@ class _GramLoss(torch.autograd.Function):
                 part = slice(first, min(first + together, matrices))
                 for start in range(0, n, rows):
                     block = slice(start, min(start + rows, n))
-                    cosines = x[part, block] @ x[part].mT
-                    wanted = y[part, block] @ y[part].mT
-                    difference = cosines.sub_(wanted)
+                    difference = (x[part, block] @ x[part].mT).sub_(y[part, block] @ y[part].mT)
                     total += torch.linalg.vecdot(difference, difference).sum()
                     if grad is not None:
                         grad[part, block] = (difference @ x[part]).mul_(scale)
@@ -122,17 +106,15 @@ class _GramLoss(torch.autograd.Function):
         return total * (scale / 4)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * grad_outputs[0], None, None
 
 
 class GramTeacher(Teacher):
-    """A backbone, whole on every rank, that copies the EMA teacher's at the steps that the schedule names.
-
-    Its matrices may have a lower precision than the EMA teacher's. A checkpoint holds all its tensors.
-    """
+    """A backbone, whole on every rank, that copies the EMA teacher's at the steps that the schedule names. Its matrices
+    may have a lower precision than the EMA teacher's. A checkpoint holds all its tensors."""
 
     def __init__(self, network: Network, dtype: torch.dtype, ema: Network) -> None:
         super().__init__(network, dtype)
@@ -156,54 +138,34 @@ class GramTeacher(Teacher):
             super().load_state(state)
 
 
-class FixedGramTeacher(FixedTeacher):
-    """A backbone that is loaded from a file and never changes."""
-
-    term, key = GRAM, "gram.teacher"
-
-
 def _tensors(network: Network) -> dict[str, Tensor]:
     backbone = network.backbone
     return {name: tensor.detach() for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())}
 
 
 def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
-    """The teacher, on this process's device; every rank must call it.
-
-    Raises ConfigError or CheckpointError for a recipe's gram.teacher that does not fit its crops, or that the EMA
-    teacher can't replace.
-    """
-    config, ema = parts.config, parts.ema
-    dtype, ours = DTYPES[config.precision], Normalization.of(parts.recipe)
+    """Raises ConfigError or CheckpointError for a recipe's gram.teacher that does not fit its crops, or that the EMA
+    teacher can't replace."""
+    performance, ema, dtype = parts.config.performance, parts.ema, DTYPES[parts.config.precision]
+    features = parts.objective.teacher_features(spec.name)
     assert ema is not None
-    if spec.source == SNAPSHOT:
-        like = _like_student(spec, parts)
-        allocate(like, dtype)
-        for tensor in (*like.parameters(), *like.buffers()):
-            tensor.data.zero_()
-        if config.performance.compile != "off":
-            like.backbone.compile_segments(config.performance.compile)
+    if spec.source != SNAPSHOT:
+        with distributed.raise_on_all_ranks():
+            source = find_frozen(spec.source, "gram.teacher")
+            network = meta_network(source, performance, features)
+            _check_fits(spec, parts.recipe, network, source)
+        if not spec.refreshed:
+            return FixedTeacher(network, source, parts, GRAM, "gram.teacher")
+    like = build_meta(parts.recipe, performance, {}, features)
+    if spec.source != SNAPSHOT:
+        place_frozen(like, source, parts.config)
         return GramTeacher(like, dtype, ema)
-    network, source = _of_file(spec, parts)
-    if spec.refreshed:
-        like = _like_student(spec, parts)
-        place_frozen(like, source, config)
-        return GramTeacher(like, dtype, ema)
-    about = {"source": source.path, "digest": place_frozen(network, source, config)}
-    return FixedGramTeacher(network, dtype, about, source.normalization, ours)
-
-
-def _like_student(spec: GramTeacherSpec, parts: TeacherParts) -> Network:
-    return build_meta(parts.recipe, parts.config.performance, {}, parts.objective.teacher_features(spec.name))
-
-
-def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, FrozenSource]:
-    """The backbone of the spec's file, on the meta device, after checking that it fits the recipe; and that file."""
-    with distributed.raise_on_all_ranks():
-        source = find_frozen(spec.source, "gram.teacher")
-        network = meta_network(source, parts.config.performance, parts.objective.teacher_features(spec.name))
-        _check_fits(spec, parts.recipe, network, source)
-    return network, source
+    allocate(like, dtype)
+    for tensor in (*like.parameters(), *like.buffers()):
+        tensor.data.zero_()
+    if performance.compile != "off":
+        like.backbone.compile_segments(performance.compile)
+    return GramTeacher(like, dtype, ema)
 
 
 def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source: FrozenSource) -> None:
@@ -212,15 +174,11 @@ def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source:
     if spec.refreshed:
         stays = "set gram.refresh_every 0, or take another teacher"
         if source.spec != ours:
-            raise ConfigError(
-                f"{source.name} is a {source.spec.title} of other numbers than this run's "
-                f"{recipe.model.backbone}, whose EMA teacher can't replace it: {stays}"
-            )
-        if source.normalization != Normalization.of(recipe):
-            raise ConfigError(
-                f"{source.name} was trained on images with {source.normalization}, and this run's have "
-                f"{Normalization.of(recipe)}: the EMA teacher can't replace it; {stays}"
-            )
+            other = f"{source.name} is a {source.spec.title} of other numbers than this run's {recipe.model.backbone}"
+            raise ConfigError(f"{other}, whose EMA teacher can't replace it: {stays}")
+        if source.normalization != (normalization := Normalization.of(recipe)):
+            trained = f"{source.name} was trained on images with {source.normalization}, and this run's have"
+            raise ConfigError(f"{trained} {normalization}: the EMA teacher can't replace it; {stays}")
     for resolution in recipe.resolutions:
         (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(resolution), spec.name))
         try:

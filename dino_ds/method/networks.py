@@ -5,7 +5,7 @@ the inputs from which specs build loss terms and teachers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,10 +34,8 @@ def build_meta(
     recipe: Recipe, performance: PerformanceOptions, queries: Mapping[str, Query], outputs: Sequence[str]
 ) -> Network:
     """Build a recipe's network, without memory for weights, that returns the queries and features named in `outputs`.
-
     Weights outside the part that model.train names require no gradient. Raises ConfigError if the backbone has no such
-    part, and for compiled blocks with batched stochastic depth that grows by block.
-    """
+    part, and for compiled blocks with batched stochastic depth that grows by block."""
     model = recipe.model
     grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
     if performance.compile != "off" and grows:
@@ -45,8 +43,7 @@ def build_meta(
             "dino_ds.compile does not go with model.stochastic_depth batched that grows: each block keeps another "
             "number of crops and would be compiled anew; take model.drop_path_growth uniform, or remove one of the two"
         )
-    sizes = heads_of(recipe)
-    known = {field.name for field in fields(BackboneOptions)}
+    sizes, known = heads_of(recipe), BackboneOptions.__dataclass_fields__
     of_model = {name: value for name, value in model if name in known}
     options = BackboneOptions(mask_token=recipe.hides_patches, **of_model, **speed_options(performance))
     with torch.device("meta"):
@@ -55,12 +52,10 @@ def build_meta(
             norm.frozen = True
         keep_trained(backbone, model.trained)
         width, synced = backbone.spec.width, model.sync_batch_norm
-        heads: dict[str, nn.Module] = {
-            query.head: RegressionHead(width, query.width)
-            if query.width
-            else build_head(width, sizes[query.head], synced)
-            for query in {query.head: query for query in queries.values()}.values()
-        }
+        heads: dict[str, nn.Module] = {}
+        for name, query in {query.head: query for query in queries.values()}.items():
+            regresses = query.width > 0
+            heads[name] = RegressionHead(width, query.width) if regresses else build_head(width, sizes[name], synced)
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
     network = Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
@@ -70,8 +65,7 @@ def build_meta(
 
 def speed_options(performance: PerformanceOptions) -> dict[str, Any]:
     """The options of a ds config that change only a backbone's speed, by name."""
-    known = {field.name for field in fields(BackboneOptions)}
-    return {name: value for name, value in vars(performance).items() if name in known}
+    return {name: value for name, value in vars(performance).items() if name in BackboneOptions.__dataclass_fields__}
 
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
@@ -83,8 +77,7 @@ def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> D
 
 def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
     """The engine's options from a recipe's section `optimizer`; its other keys reach the engine by the schedules."""
-    known = {field.name for field in fields(OptimizerOptions)}
-    same = {name: value for name, value in section if name in known}
+    same = {name: value for name, value in section if name in OptimizerOptions.__dataclass_fields__}
     return OptimizerOptions(betas=(section.beta1, section.beta2), **same)
 
 

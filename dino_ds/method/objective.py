@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,49 +22,12 @@ from dino_ds.engine.process import device
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import Output, Query
-from dino_ds.models.prototypes import Comparison, Logits
+from dino_ds.models.prototypes import Comparison
 
 
-def state_of(part: object) -> dict[str, Tensor]:
-    """The tensors, numbers, states of `torch.Generator`s, and buffers of modules among the attributes of `part`, by
-    name; tensors by reference."""
-    modules = {"": part, **vars(part)}.items()
-    state: dict[str, Tensor] = {
-        f"{name}.{key}".lstrip("."): buffer
-        for name, module in modules
-        if isinstance(module, nn.Module)
-        for key, buffer in module.named_buffers()
-    }
-    for name, value in vars(part).items():
-        if isinstance(value, Tensor):
-            state[name] = value.detach()
-        elif isinstance(value, torch.Generator):
-            state[name] = value.get_state()
-        elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 64):
-            state[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-    return state
-
-
-@torch.no_grad()
-def load_state(part: object, state: Mapping[str, Tensor]) -> None:
-    """Restore what `state_of` gave; an attribute that is not there yet becomes a tensor on this process's device."""
-    for name, saved in state.items():
-        path, _, leaf = name.rpartition(".")
-        holder = attrgetter(path)(part) if path else part
-        value = getattr(holder, leaf, None)
-        if isinstance(value, torch.Generator):
-            value.set_state(saved.cpu())
-        elif isinstance(value, Tensor) and value.shape == saved.shape:
-            value.copy_(saved)
-        elif isinstance(value, (int, float)):
-            setattr(holder, leaf, type(value)(saved.item()))
-        else:
-            setattr(holder, leaf, saved.to(device(), copy=True))
-
-
-def _others(part: object) -> dict[str, bytes]:
-    """The attributes that `state_of` leaves out, pickled where they can be; without objects of dino_ds."""
-    left_out, pickled = {"statistics", *state_of(part), *vars(nn.Module())}, dict[str, bytes]()
+def _others(part: Term) -> dict[str, bytes]:
+    """The attributes that `Term.state_dict` leaves out, pickled where they can be; without objects of dino_ds."""
+    left_out, pickled = {"statistics", *Term.state_dict(part), *vars(nn.Module())}, dict[str, bytes]()
     for name, value in vars(part).items():
         if name not in left_out and is_own(value) and not isinstance(value, nn.Module):
             try:
@@ -74,46 +37,37 @@ def _others(part: object) -> dict[str, bytes]:
     return pickled
 
 
-def _equal(a: Tensor, b: Tensor | None) -> bool:
-    alike = b is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    return alike and torch.equal(a, b)  # type: ignore[arg-type]
-
-
-def _is_ours(term: Any) -> bool:
-    """Whether the `state_dict` of a user's term is dino_ds's."""
-    return bool(type(term).state_dict.__module__.startswith("dino_ds."))
-
-
 class OwnStates:
     """The states of the users' terms among `terms`, by name, on this rank."""
 
     def __init__(self, terms: Mapping[str, Any]) -> None:
         self._terms = {name: term for name, term in terms.items() if is_own(term) and not rehearsing()}
+        self._plain = {name: term for name, term in self._terms.items() if type(term).state_dict is Term.state_dict}
         self._built, self._told = self.copy(), set[tuple[str, str]]()
         self._others = {(name, key): it for name, term in self._terms.items() for key, it in _others(term).items()}
 
     def copy(self) -> dict[str, Tensor]:
         """A copy of all states, for `load`; the host does not wait for the device."""
-        states = {name: term.state_dict() for name, term in self._terms.items()}
-        return {
-            f"{name}.{key}": value.detach().clone() for name, state in states.items() for key, value in state.items()
-        }
+        states = [(name, term.state_dict()) for name, term in self._terms.items()]
+        return {f"{name}.{key}": value.detach().clone() for name, state in states for key, value in state.items()}
 
     def moved(self) -> dict[str, Tensor]:
         """The states of terms that a checkpoint holds: without attributes that have not changed since the terms were
         built from the recipe, unless a term has a `state_dict` of its own."""
-        whole = [name for name, term in self._terms.items() if not _is_ours(term)]
-        return {
-            key: value
-            for key, value in self.copy().items()
-            if key.partition(".")[0] in whole or not _equal(value, self._built.get(key))
-        }
+
+        def has_moved(key: str, value: Tensor) -> bool:
+            built = self._built.get(key)
+            if built is None or key.partition(".")[0] not in self._plain:
+                return True
+            return (value.dtype, value.device) != (built.dtype, built.device) or not torch.equal(value, built)
+
+        return {key: value for key, value in self.copy().items() if has_moved(key, value)}
 
     def unsaved(self) -> list[str]:
         """Lines, each once, on attributes that have changed and that no checkpoint holds."""
         lines = []
-        for name, term in self._terms.items():
-            for key, value in _others(term).items() if _is_ours(term) else ():
+        for name, term in self._plain.items():
+            for key, value in _others(term).items():
                 if value != self._others.get((name, key)) and (name, key) not in self._told:
                     self._told.add((name, key))
                     lines.append(
@@ -145,13 +99,6 @@ class Needs:
     queries: Mapping[str, Query] = field(default_factory=dict)
 
 
-def teacher_logits(window: Sequence[Outputs], teacher: str, query: str) -> list[Logits]:
-    """The logits of a teacher's head for a query, for each micro-batch of a window."""
-    outputs = [teachers[teacher][query] for teachers in window]
-    assert all(isinstance(logits, Logits) for logits in outputs)
-    return cast(list[Logits], outputs)
-
-
 class TermLoss(NamedTuple):
     """loss: a scalar with gradient, the mean over the images of the micro-batch; scalars: logged values by name."""
 
@@ -160,11 +107,9 @@ class TermLoss(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """Facts about a term's scalar that is the mean entropy of targets.
-
-    prototypes: number of prototypes; cross_entropy: name of the scalar with the cross-entropy (None: the term's loss);
-    rows: what has one target each, as messages name it.
-    """
+    """Facts about a term's scalar that is the mean entropy of targets. prototypes: number of prototypes; cross_entropy:
+    name of the scalar with the cross-entropy (None: the term's loss); rows: what has one target each, as messages name
+    it."""
 
     prototypes: int
     cross_entropy: str | None = None
@@ -185,10 +130,8 @@ class Entropy(NamedTuple):
 
 class RunningMean:
     """An FP32 mean: gather() per micro-batch, commit() once per applied optimizer step, drop() after a skipped one.
-
-    Source: DINO, equation 4 (arXiv 2104.14294): c <- m c + (1 - m) mean of the teacher's logits over all ranks.
-    Sums and counts are kept, so micro-batches and ranks of unequal size get their right weights.
-    """
+    Source: DINO, equation 4 (arXiv 2104.14294): c <- m c + (1 - m) mean of the teacher's logits over all ranks. Sums
+    and counts are kept, so micro-batches and ranks of unequal size get their right weights."""
 
     def __init__(self, width: int, momentum: float, device: torch.device | str = "cpu") -> None:
         self.value = torch.zeros(width, device=device)
@@ -196,12 +139,7 @@ class RunningMean:
         self._pending = torch.zeros(width + 1, device=device)
 
     @torch.no_grad()
-    def gather(self, rows: Tensor) -> None:
-        """Add rows (n, k) of one micro-batch to the window."""
-        self.gather_sum(rows.float().sum(dim=0), len(rows))
-
-    @torch.no_grad()
-    def gather_sum(self, total: Tensor, count: int) -> None:
+    def gather(self, total: Tensor, count: int) -> None:
         """Add the sum (k,) of `count` rows of one micro-batch to the window."""
         self._pending[:-1] += total
         self._pending[-1] += count
@@ -212,10 +150,8 @@ class RunningMean:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Update the mean with the window's total (k + 1,) over all ranks, and begin a new window.
-
-        Without rows the mean does not change.
-        """
+        """Update the mean with the window's total (k + 1,) over all ranks, and begin a new window. Without rows the
+        mean does not change."""
         moves = total[-1].clamp_max(1 - self.momentum)  # or 0 without rows: total[-1] is an integer
         self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()
@@ -231,13 +167,10 @@ class RunningMean:
 
 
 class Term(ABC):
-    """One summand of the objective.
-
-    `scalars`: names of what `loss` measures besides the loss. `entropies`: those that are mean entropies of targets;
-    their names end in teacher_entropy. `spread`: the one that is 0 if all images have the same feature and 1 if the
-    features are far apart, or "". `statistics`: by their names in checkpoints. No other term may use these names.
-    `whole_step`: targets depend on all micro-batches of a step.
-    """
+    """One summand of the objective. `scalars`: names of what `loss` measures besides the loss. `entropies`: those that
+    are mean entropies of targets; their names end in teacher_entropy. `spread`: the one that is 0 if all images have
+    the same feature and 1 if the features are far apart, or "". `statistics`: by their names in checkpoints. No other
+    term may use these names. `whole_step`: targets depend on all micro-batches of a step."""
 
     needs: Needs
     scalars: tuple[str, ...] = ()
@@ -256,55 +189,65 @@ class Term(ABC):
         """The loss of one micro-batch."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state that the term keeps from step to step, besides `statistics`, by name; saved for each rank."""
-        return state_of(self)
+        """The state that the term keeps from step to step, besides `statistics`, by name, saved for each rank: the
+        tensors, numbers, states of `torch.Generator`s, and buffers of modules among its attributes; by reference."""
+        modules = {"": self, **vars(self)}.items()
+        state: dict[str, Tensor] = {
+            f"{name}.{key}".lstrip("."): buffer
+            for name, module in modules
+            if isinstance(module, nn.Module)
+            for key, buffer in module.named_buffers()
+        }
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                state[name] = value.detach()
+            elif isinstance(value, torch.Generator):
+                state[name] = value.get_state()
+            elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 64):
+                state[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave, after a resume or a skipped step."""
-        load_state(self, state)
+        """Restore what `state_dict` gave, after a resume or a skipped step; an attribute that is not there yet becomes
+        a tensor on this process's device."""
+        for name, saved in state.items():
+            path, _, leaf = name.rpartition(".")
+            holder = attrgetter(path)(self) if path else self
+            value = getattr(holder, leaf, None)
+            if isinstance(value, torch.Generator):
+                value.set_state(saved.cpu())
+            elif isinstance(value, Tensor) and value.shape == saved.shape:
+                value.copy_(saved)
+            elif isinstance(value, (int, float)):
+                setattr(holder, leaf, type(value)(saved.item()))
+            else:
+                setattr(holder, leaf, saved.to(device(), copy=True))
 
 
 class Objective:
-    """The weighted sum of named terms, and the running statistics of all of them.
-
-    A term's weight is the schedule's weight of that name, or 1. With several terms, the unweighted loss of each is
-    among the scalars, as NAME_loss.
-    """
+    """The weighted sum of named terms, and the running statistics of all of them. A term's weight is the schedule's
+    weight of that name, or 1. With several terms, the unweighted loss of each is among the scalars, as NAME_loss;
+    `queries`: of all terms, by output; `spreads`: the scalars that are a term's `spread`; `whole_step`: whether targets
+    depend on all micro-batches of a step."""
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
         self.terms = dict(terms)
         self.own = OwnStates(terms)
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
+        self.entropies = [
+            Entropy(scalar, loss or (*self._own(name), "loss")[0], scalar.replace("teacher_entropy", "kl"), count, rows)
+            for name, term in self.terms.items()
+            for scalar, (count, loss, rows) in term.entropies.items()
+        ]
+        self.queries = {name: query for term in terms.values() for name, query in term.needs.queries.items()}
+        self.spreads = [term.spread for term in terms.values() if term.spread]
+        self.whole_step = any(term.whole_step for term in terms.values())
 
     def _own(self, name: str) -> tuple[str, ...]:
         """The name of the scalar of a term's own loss; none if this term is the whole objective."""
         return (f"{name}_loss",) if len(self.terms) > 1 else ()
-
-    @property
-    def entropies(self) -> list[Entropy]:
-        entropies = []
-        for name, term in self.terms.items():
-            own_loss = next(iter(self._own(name)), "loss")
-            for scalar, (prototypes, loss, rows) in term.entropies.items():
-                kl = scalar.replace("teacher_entropy", "kl")
-                entropies.append(Entropy(scalar, loss or own_loss, kl, prototypes, rows))
-        return entropies
-
-    @property
-    def spreads(self) -> list[str]:
-        """The names of the scalars that measure how far apart features of different images are."""
-        return [term.spread for term in self.terms.values() if term.spread]
-
-    @property
-    def whole_step(self) -> bool:
-        """Whether targets depend on all micro-batches of a step."""
-        return any(term.whole_step for term in self.terms.values())
-
-    @property
-    def queries(self) -> dict[str, Query]:
-        """The queries of all terms to heads, by the name of the output."""
-        return {name: query for term in self.terms.values() for name, query in term.needs.queries.items()}
 
     def targets(
         self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues
@@ -319,12 +262,8 @@ class Objective:
 
     def comparisons(self, targets: Mapping[str, Any]) -> dict[str, Comparison]:
         """The targets of a micro-batch that heads compare their logits with, by query."""
-        return {
-            query: targets[name]
-            for name, term in self.terms.items()
-            for query in term.needs.queries
-            if isinstance(targets[name], Comparison)
-        }
+        compared = [(targets[n], t.needs) for n, t in self.terms.items() if isinstance(targets[n], Comparison)]
+        return {query: comparison for comparison, needs in compared for query in needs.queries}
 
     def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> TermLoss:
         """Compute the weighted sum of the terms, and their scalars, from the student's outputs by name."""

@@ -51,6 +51,7 @@ class TrainingStep:
 
     Attributes:
         flags: FLAGS of this rank, which travel with the all-reduce of the objective's running statistics.
+        window: number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1.
     """
 
     def __init__(
@@ -63,21 +64,15 @@ class TrainingStep:
         seed: int = 0,
     ) -> None:
         self.engine, self.teachers, self.objective, self.schedules = engine, teachers, objective, schedules
-        self._seed = seed
-        self._groups = groups
+        self._seed, self._groups = seed, groups
         self._student_groups = [group.name for group in groups if group.student]
-        self.applied_steps = 0
-        self._micro_batches = 0
+        self.applied_steps, self._micro_batches = 0, 0
         self._targets: list[dict[str, Any]] = []
         self._buffers: list[Tensor] = []
         self._own_states: dict[str, Tensor] = {}
         self.flags = RankFlags(FLAGS, engine.device)
+        self.window = engine.config.accumulation if objective.whole_step else 1
         self._begin_step()
-
-    @property
-    def window(self) -> int:
-        """The number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1."""
-        return self.engine.config.accumulation if self.objective.whole_step else 1
 
     def prepare(self, window: Sequence[Batch]) -> None:
         """Make the targets of the next micro-batches; call it at the beginning of a step if `window` is more than 1."""
@@ -89,10 +84,8 @@ class TrainingStep:
             self._targets = self.objective.targets(outputs, [batch.masks for batch in window], self.schedule)
 
     def micro_batch(self, batch: Batch, after_backward: Callable[[], None] | None = None) -> MicroStep:
-        """Run one micro-batch, after making its targets unless `prepare` has made them.
-
-        after_backward: called while the device works, before the optimizer's results are read.
-        """
+        """Run one micro-batch, after making its targets unless `prepare` has made them. after_backward: called while
+        the device works, before the optimizer's results are read."""
         schedule = self.schedule
         if not self._targets:
             self.prepare([batch])
@@ -138,7 +131,6 @@ class TrainingStep:
     @torch.no_grad()
     def measure(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss and scalars of a micro-batch with the schedule of the next step; call it between steps.
-
         Nothing is dropped at random, and no statistic, buffer or counter changes. Every rank must call it."""
         schedule, crops, masks = self.schedule, batch.crops, batch.masks
         with self.engine.evaluating(), uncompiled():
@@ -153,7 +145,6 @@ class TrainingStep:
         return loss, scalars
 
     def _moving_buffers(self) -> list[Tensor]:
-        """The buffers of student and teachers that forward passes change."""
         return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
 
     def _restore_buffers(self) -> None:
@@ -172,10 +163,8 @@ class TrainingStep:
         return {**self.teachers.state(), **self.objective.state(), **buffers}
 
     def restore(self, state: Mapping[str, Tensor], applied_steps: int) -> None:
-        """Restore what `state` returned after `applied_steps` steps, once the engine's shards are loaded.
-
-        Raises KeyError for a tensor that `state` lacks.
-        """
+        """Restore what `state` returned after `applied_steps` steps, once the engine's shards are loaded. Raises
+        KeyError for a tensor that `state` lacks."""
         self.teachers.load_state(state)
         self.objective.load_state(state)
         for name, tensor in self.engine.buffers(saved=True).items():

@@ -40,8 +40,7 @@ class Teacher:
             norm.training = True
         try:
             with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-                outputs: dict[str, Output] = self._running(crops, None, hidden)
-                return outputs
+                return self._running(crops, None, hidden)
         finally:
             for norm in self._batch_norms:
                 norm.training = False
@@ -77,8 +76,7 @@ class Teacher:
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by reference and by the network's names; {} if they never
-        change."""
+        """The tensors that a checkpoint must hold, by reference, by the network's names; {} if they never change."""
         return {}
 
     @torch.no_grad()
@@ -89,16 +87,14 @@ class Teacher:
 
 
 class Teachers:
-    """A run's teachers by name; `groups` say which crops each sees, `exported` which one is the run's product.
+    """A run's teachers by name; `groups` say which crops each sees; `exported`, the EMA teacher, is the run's product.
+    In a checkpoint its tensors are teacher.NAME, and those of other teachers are teachers.TEACHER.NAME."""
 
-    In a checkpoint its tensors are teacher.NAME, and those of other teachers are teachers.TEACHER.NAME.
-    """
-
-    def __init__(self, teachers: Mapping[str, Teacher], groups: Sequence[CropGroup], exported: str = EMA) -> None:
+    def __init__(self, teachers: Mapping[str, Teacher], groups: Sequence[CropGroup]) -> None:
         self._teachers = dict(teachers)
         self._groups = {name: [group.name for group in groups if name in group.teachers] for name in teachers}
-        self.exported = self._teachers[exported]
-        self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
+        self.exported = self._teachers[EMA]
+        self._prefix = {name: "teacher." if name == EMA else f"teachers.{name}." for name in teachers}
 
     def __call__(self, crops: Crops, masks: Masks, schedule: ScheduleValues) -> dict[str, dict[str, Output]]:
         """All crops of a micro-batch by group -> outputs by teacher, for teachers that see crops and do not rest."""
@@ -118,19 +114,17 @@ class Teachers:
         return self._teachers.get(name)
 
     def update(self, schedule: ScheduleValues) -> None:
-        """Called on every rank after each applied step."""
         for teacher in self._teachers.values():
             teacher.update(schedule)
 
     def begin_step(self, schedule: ScheduleValues) -> None:
-        """Called on every rank before each step, and again when a run resumes at that step."""
         for teacher in self._teachers.values():
             teacher.begin_step(schedule)
 
     def moving_buffers(self) -> dict[str, Tensor]:
         """The buffers that forward passes of all teachers move, by their names in a checkpoint."""
-        moving = {name: teacher.moving_buffers() for name, teacher in self._teachers.items()}
-        return {f"{self._prefix[name]}{key}": buffer for name, named in moving.items() for key, buffer in named.items()}
+        moving = [(self._prefix[name], teacher.moving_buffers()) for name, teacher in self._teachers.items()]
+        return {f"{prefix}{name}": buffer for prefix, named in moving for name, buffer in named.items()}
 
     def unsynced_statistics(self) -> list[Tensor]:
         """The buffers of all teachers that each applied step averages over ranks."""
@@ -138,11 +132,8 @@ class Teachers:
 
     def state(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint must hold, by reference."""
-        return {
-            f"{self._prefix[name]}{tensor}": value
-            for name, teacher in self._teachers.items()
-            for tensor, value in teacher.state().items()
-        }
+        states = [(self._prefix[name], teacher.state()) for name, teacher in self._teachers.items()]
+        return {f"{prefix}{name}": tensor for prefix, state in states for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state` gave. Raises KeyError for a missing tensor."""

@@ -10,26 +10,21 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.models.fused import fuses_in_block
-from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.packing import Groups, Packing, Selection
 from dino_ds.models.positions import write_rotated
 
 
 class QueryKeyValue(nn.Linear):
-    """The three projections in one weight (3d, d), as timm's `attn.qkv`.
-
-    The weight is sliced inside this module's forward: ZeRO 3 gathers a parameter only around its module's forward.
-    """
+    """The three projections in one weight (3d, d), as timm's `attn.qkv`. The weight is sliced inside this module's
+    forward: ZeRO 3 gathers a parameter only around its module's forward."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, query_rows: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """x (tokens, d) -> all (tokens, 3d); or queries of `query_rows` (rows, d), keys and values (tokens, 2d).
-
-        bias (3d,): used instead of the layer's bias.
-        """
+        """x (tokens, d) -> all (tokens, 3d); or queries of `query_rows` (rows, d), keys and values (tokens, 2d). bias
+        (3d,): used instead of the layer's bias."""
         bias = self.bias if bias is None else bias
         if query_rows is None:
             return (F.linear(x, self.weight, bias),)
@@ -41,15 +36,13 @@ class QueryKeyValue(nn.Linear):
 
 class _PerSize(torch.autograd.Function):
     """Projections (tokens, parts * d) -> for each size its `parts` matrices (sequences, heads, tokens, c), all views.
-
     The backward pass writes each gradient once, into one matrix. Autograd would stack the gradients of keys and values,
-    copy them into the order of the tokens, and concatenate sizes and queries in two more passes.
-    parts: numbers of (rotated, all). With `tables`, RoPE's for each size, the first parts are rotated during a copy.
-    """
+    copy them into the order of the tokens, and concatenate sizes and queries in two more passes. parts: numbers of
+    (rotated, all). With `tables`, RoPE's for each size, the first parts are rotated during a copy."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, groups: tuple[tuple[int, int], ...], parts: tuple[int, int], heads: int, *tables: Tensor
+        ctx: Any, x: Tensor, groups: Groups, parts: tuple[int, int], heads: int, *tables: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.groups, ctx.parts = groups, parts
         ctx.save_for_backward(*tables)
@@ -61,11 +54,10 @@ class _PerSize(torch.autograd.Function):
         return tuple(piece for group_views in views for piece in group_views)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rotated, parts = ctx.parts
-        sizes = [sequences * tokens for sequences, tokens in ctx.groups]
-        width = grads[0].shape[1] * grads[0].shape[3]
+        sizes, width = [sequences * tokens for sequences, tokens in ctx.groups], grads[0].shape[1] * grads[0].shape[3]
         grad = grads[0].new_empty(sum(sizes), parts * width)
         pieces = [grads[i : i + parts] for i in range(0, len(grads), parts)]
         if tables := ctx.saved_tensors:
@@ -76,7 +68,7 @@ class _PerSize(torch.autograd.Function):
         return grad, None, None, None, *[None] * len(tables)
 
 
-def _views(x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: int) -> list[tuple[Tensor, ...]]:
+def _views(x: Tensor, groups: Groups, parts: int, heads: int) -> list[tuple[Tensor, ...]]:
     """x (tokens, parts * d) -> for each size `parts` views (sequences, heads, tokens, c)."""
     cut = zip(groups, x.split([sequences * tokens for sequences, tokens in groups]), strict=True)
     return [rows.view(*group, parts, heads, -1).transpose(1, 3).unbind(2) for group, rows in cut]
@@ -85,7 +77,7 @@ def _views(x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: in
 def _write_rotated(
     out: Tensor,
     pieces: Sequence[Sequence[Tensor]],
-    groups: tuple[tuple[int, int], ...],
+    groups: Groups,
     tables: Sequence[Tensor],
     rotated: int,
     back: bool,
@@ -123,10 +115,6 @@ class Attention(nn.Module):
         """Queries, keys and values as `QueryKeyValue` returns them, rotated by `tables` if given."""
         return self.qkv(x, None if selection is None else selection.rows)
 
-    def qkv_bias(self) -> Tensor | None:
-        """Bias (3d,) of queries, keys and values."""
-        return self.qkv.bias
-
     @torch.no_grad()
     def weights(self, x: Tensor, packing: Packing, tables: Sequence[Tensor], cls_only: bool) -> Tensor:
         """x (b * n, d), sequences of one size -> (b, heads, n, n), or for CLS queries alone (b, heads, 1, n)."""
@@ -139,15 +127,13 @@ class Attention(nn.Module):
     def _size_by_size(
         self, projected: tuple[Tensor, ...], packing: Packing, query_packing: Packing, tables: Sequence[Tensor]
     ) -> Tensor:
-        """Attend with one kernel call per size; `packing` is that of keys and values. tables: RoPE's,
-        if queries and keys are not rotated yet."""
-        groups = packing.groups
+        """One kernel call per size; `packing` is of keys and values. tables: RoPE's, if nothing is rotated yet."""
         if len(projected) == 1:
-            pieces = _PerSize.apply(projected[0], groups, (2, 3), self.heads, *tables)
+            pieces = _PerSize.apply(projected[0], packing.groups, (2, 3), self.heads, *tables)
             triples = [pieces[i : i + 3] for i in range(0, len(pieces), 3)]
         else:
             queries = _PerSize.apply(projected[0], query_packing.groups, (1, 1), self.heads, *tables)
-            pieces = _PerSize.apply(projected[1], groups, (1, 2), self.heads, *tables)
+            pieces = _PerSize.apply(projected[1], packing.groups, (1, 2), self.heads, *tables)
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
         outputs = [rearrange(F.scaled_dot_product_attention(*triple), "s h n c -> (s n) (h c)") for triple in triples]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -155,17 +141,9 @@ class Attention(nn.Module):
     def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing, query_packing: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        q, k, v = (
-            part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
-        )
-        out = varlen_attn(q, k, v, query_packing.bounds, packing.bounds, query_packing.longest, packing.longest)
+        cut = [matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1) for matrix in projected]
+        q, k, v = (part for parts in cut for part in parts)
+        of_queries, of_keys = (max(tokens for _, tokens in rows.groups) for rows in (query_packing, packing))
+        out = varlen_attn(q, k, v, query_packing.bounds, packing.bounds, of_queries, of_keys)
         assert isinstance(out, Tensor)
         return rearrange(out, "t h c -> t (h c)")
-
-
-def leave_out_cudnn_attention() -> None:
-    """From now on, don't use cuDNN's attention kernel, which torch prefers on Hopper.
-
-    With one query, as in the last block, its gradients may be NaN on an H200 (NVIDIA/cudnn-frontend#1072).
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -26,6 +26,8 @@ Placer = Callable[[nn.Module], None]
 Crops = Mapping[str, Sequence[Tensor]]
 """Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
 CLS = "cls"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""A mapping without entries, for defaults."""
 
 
 class Backbone(nn.Module, ABC):
@@ -54,17 +56,14 @@ class Backbone(nn.Module, ABC):
         crops: Crops,
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
-        masks: Mapping[str, Tensor] = MappingProxyType({}),
+        masks: Mapping[str, Tensor] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
-        """Crops by group -> features by name, all crops in one pass.
-
-        "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
-        (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
-        stochastic depth of its crops follows; None for none (teachers, evaluation). masks: by group which patches are
-        hidden, (v_g * b, patches of a crop) bool. step_key: one key for random choices that all images of a step share,
-        or None outside training.
-        """
+        """Crops by group -> features by name, all crops in one pass. "cls": (v * b, d), crop-major, groups in order;
+        for each group named in `patches`, "patches/GROUP": (v_g * b, (h / stride) * (w / stride), d), row by row.
+        drop_keys (b,) int64: one key per image, from which the stochastic depth of its crops follows; None for none
+        (teachers, evaluation). masks: by group which patches are hidden, (v_g * b, patches of a crop) bool. step_key:
+        one key for random choices that all images of a step share, or None outside training."""
 
     @abstractmethod
     def segments(self) -> Sequence[nn.Module]:
@@ -82,20 +81,16 @@ class Backbone(nn.Module, ABC):
         """Raise ConfigError if the network can't take images with these sides in pixels."""
         multiple = self.spec.side_multiple
         if height % multiple or width % multiple:
-            raise ConfigError(
-                f"images of {height} x {width} pixels: wanted are h and w that are multiples of the patch size "
-                f"{multiple}"
-            )
+            why = f"images of {height} x {width} pixels"
+            raise ConfigError(f"{why}: wanted are h and w that are multiples of the patch size {multiple}")
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the patch features of an image of these sides. Raises ConfigError if it has none."""
         return height // self.spec.stride, width // self.spec.stride
 
     def layers(self) -> dict[str, int]:
-        """The layer of every parameter, by name, for layer-wise decay of learning rates.
-
-        i + 1 in segment i; one more than the last after all segments; elsewhere that of the segment before, or 0.
-        """
+        """The layer of every parameter, by name, for layer-wise decay of learning rates. i + 1 in segment i; one more
+        than the last after all segments; elsewhere that of the segment before, or 0."""
         segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
         layers, before = {}, 0
         for name, parameter in self.named_parameters():
@@ -109,10 +104,7 @@ class Backbone(nn.Module, ABC):
         return self({"images": [images]})[CLS]
 
     def compile_segments(self, mode: str = "default", backend: str = "inductor") -> None:
-        """torch.compile every segment.
-
-        mode: torch's "default" or "reduce-overhead", or "max-autotune", here without CUDA graphs.
-        """
+        """torch.compile every segment. mode: torch's, but that "max-autotune" is without CUDA graphs here."""
         self.is_compiled = True
         torch_mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for segment in self.segments():
@@ -128,35 +120,25 @@ class Backbone(nn.Module, ABC):
             return segment(*inputs)
         # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
         # Nothing inside draws random numbers, so there is no RNG state to keep.
-        return checkpoint(
-            segment,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), again()),
-        )
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(segment, *inputs, **how, context_fn=lambda: (nullcontext(), again()))
 
 
 def patches_of(group: str) -> str:
-    """The name of a crop group's patch features, among a backbone's features."""
     return f"patches/{group}"
 
 
 def masked_of(group: str) -> str:
-    """The name of the features of a crop group's hidden patches, among a network's features."""
     return f"masked/{group}"
 
 
 def cls_of(group: str) -> str:
-    """The name of the CLS features of one crop group, among a network's features."""
     return f"cls/{group}"
 
 
 def resized_patches(patches: Tensor, count: int) -> Tensor:
-    """Patches (images, n, d) of square images -> (images, count, d): bicubic `F.interpolate` without antialias.
-
-    FP32 if they are resized, otherwise unchanged.
-    """
+    """Patches (images, n, d) of square images -> (images, count, d): bicubic `F.interpolate` without antialias. FP32 if
+    they are resized, otherwise unchanged."""
     old, new = math.isqrt(patches.shape[1]), math.isqrt(count)
     assert old**2 == patches.shape[1] and new**2 == count, "images are square"
     if old == new:
@@ -181,10 +163,8 @@ def init_weights(part: nn.Module) -> None:
 
 def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
     """Initialize `part`, a backbone or head on the meta device, by drawing weights on the CPU, module by module: no
-    process needs to hold a whole network. They are bit for bit those of a constructor on a real device.
-
-    Source: facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too.
-    """
+    process needs to hold a whole network. They are bit for bit those of a constructor on a real device. Source:
+    facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
             # For its random numbers: its weights are drawn below.

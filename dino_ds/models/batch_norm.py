@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
@@ -36,21 +35,15 @@ def again() -> Iterator[None]:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's BatchNorm for any number of dimensions; x (b, c, ...) -> the same shape and dtype.
-
-    `synced`: statistics are over all ranks. Otherwise each rank normalizes by its own; running averages then differ
-    between ranks until a step is applied, which averages them over the ranks. `frozen`: it normalizes by its running
-    averages in training too, and they never change.
-    """
+    """torch's BatchNorm for any number of dimensions; x (b, c, ...) -> the same shape and dtype. `synced`: statistics
+    are over all ranks. Otherwise each rank normalizes by its own; running averages then differ between ranks until a
+    step is applied, which averages them over the ranks. `frozen`: it normalizes by its running averages in training
+    too, and they never change."""
 
     synced = False
     frozen = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalized(x)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Subtract the mean from x, divide by the standard deviation, scale and shift."""
         assert self.momentum is not None
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
@@ -59,10 +52,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
         ranks = distributed.world_size() if self.synced and self.training else 1  # a rank may evaluate alone
         if x.numel() == x.shape[1] and ranks == 1:
-            raise ConfigError(
-                "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "
-                "larger local crops, or take a network with LayerNorm or GroupNorm"
-            )
+            why = "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch"
+            raise ConfigError(f"{why}, more or larger local crops, or take a network with LayerNorm or GroupNorm")
         # A recomputed pass also updates the averages, by 0: autograd and the compiler must see the same operations.
         momentum = 0.0 if _AGAIN[0] else self.momentum
         if momentum and self.num_batches_tracked is not None:
@@ -73,22 +64,19 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if mean is not None and var is not None:
             mean.lerp_(batch_mean, momentum)
             var.lerp_(batch_var, momentum)
-        normalized: Tensor = out
-        return normalized
+        return out
 
 
 class BatchNormAct(BatchNorm):
     """timm's BatchNormAct2d: BatchNorm followed by an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.drop(self.normalized(x)))  # type: ignore[operator]
+        return self.act(self.drop(super().forward(x)))  # type: ignore[operator]
 
 
 class _Synced(torch.autograd.Function):
-    """x (b, c, ...) normalized by the statistics of all ranks, which must have batches of one shape.
-
-    Also returns the mean (c,) and the unbiased variance (c,).
-    """
+    """x (b, c, ...) normalized by the statistics of all ranks, which must have batches of one shape. Also returns the
+    mean (c,) and the unbiased variance (c,)."""
 
     @staticmethod
     def forward(
@@ -111,7 +99,7 @@ class _Synced(torch.autograd.Function):
         return out, mean, unbiased
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale = ctx.saved_tensors
         dims, shape = [0, *range(2, x.ndim)], _channels(x)
@@ -132,8 +120,7 @@ class _Synced(torch.autograd.Function):
 
 class _SyncedOnGpu(torch.autograd.Function):
     """`_Synced` with the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read the
-    mask, the host would wait for the device. Not verified on a GPU.
-    """
+    mask, the host would wait for the device. Not verified on a GPU."""
 
     @staticmethod
     def forward(
@@ -151,7 +138,7 @@ class _SyncedOnGpu(torch.autograd.Function):
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps), batch_mean, batch_var
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale, counts = ctx.saved_tensors
         grad, affine = _dense(grad), weight is not None
@@ -166,10 +153,10 @@ class _SyncedOnGpu(torch.autograd.Function):
 
 def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Gather two tensors (c,) from all ranks -> (ranks, c) each."""
-    local, ranks = torch.cat((first, second)), distributed.world_size()
-    gathered = local.new_empty(ranks * len(local))
+    local = torch.cat((first, second))
+    gathered = local.new_empty(distributed.world_size() * len(local))
     dist.all_gather_into_tensor(gathered, local)
-    firsts, seconds = gathered.view(ranks, 2, -1).unbind(1)
+    firsts, seconds = gathered.view(-1, 2, len(first)).unbind(1)
     return firsts, seconds
 
 
@@ -181,23 +168,16 @@ def _channels(x: Tensor) -> list[int]:
     return [1, -1, *[1] * (x.ndim - 2)]
 
 
-def _own_class(kind: type) -> type[BatchNorm] | None:
-    """Our class for a BatchNorm class of torch or timm, or None, without importing timm, which takes seconds."""
-    layers = sys.modules.get("timm.layers")
-    if layers is not None and kind is layers.BatchNormAct2d:
-        return BatchNormAct
-    return BatchNorm if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) else None
-
-
 def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
-    """Turn each BatchNorm of torch and timm in `network` into ours, in place: names and tensors stay.
-
-    Raises ConfigError for BatchNorm without momentum, and for other classes, whose arithmetic is not known.
-    """
+    """Turn each BatchNorm of torch and timm in `network` into ours, in place: names and tensors stay. Raises
+    ConfigError for BatchNorm without momentum, and for other classes, whose arithmetic is not known."""
+    ours: dict[type, type[BatchNorm]] = dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BatchNorm)
+    if layers := sys.modules.get("timm.layers"):  # without importing timm, which takes seconds
+        ours[layers.BatchNormAct2d] = BatchNormAct
     for name, module in network.named_modules():
         if isinstance(module, BatchNorm):
             continue
-        if replacement := _own_class(type(module)):
+        if replacement := ours.get(type(module)):
             module.__class__ = replacement
             module.synced = synced
             if module.momentum is None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept, LayerScale, add_branch, sum_kept
@@ -42,16 +41,19 @@ class Block(nn.Module):
         tables: Sequence[Tensor] = (),
     ) -> Tensor:
         """x (tokens, d) -> (tokens, d), or (selected rows, d) with a selection; keys and values come from all tokens.
-
         drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences for
-        which each branch is computed, or None. tables: RoPE's, one per crop size.
-        """
+        which each branch is computed, or None. tables: RoPE's, one per crop size."""
         if isinstance(drop, list):
-            return self._forward_kept(x, drop, selection, tables)
+            of_attention, of_mlp = drop
+            rows, x = _gather(x, of_attention.rows, of_attention.inverse if of_attention.selection is None else None)
+            branch = self.attn(self.norm1(rows), of_attention.packing, of_attention.selection, tables)
+            x = self.add(0, _selected(x, selection), branch, of_attention)
+            rows, x = _gather(x, of_mlp.places, of_mlp.inverse)
+            return self.add(1, x, self.mlp(self.norm2(rows)), of_mlp)
         first, second = (None, None) if drop is None else drop
         branch = self.attn(self.norm1(x), packing, selection, tables)
-        x = self.add1(_selected(x, selection), branch, first)
-        return self.add2(x, self.mlp(self.norm2(x)), second)
+        x = self.add(0, _selected(x, selection), branch, first)
+        return self.add(1, x, self.mlp(self.norm2(x)), second)
 
     @property
     def gammas(self) -> tuple[Tensor | None, Tensor | None]:
@@ -59,22 +61,11 @@ class Block(nn.Module):
         first, second = (scale.gamma if isinstance(scale, LayerScale) else None for scale in (self.ls1, self.ls2))
         return first, second
 
-    def _forward_kept(
-        self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
-    ) -> Tensor:
-        first, second = kept
-        rows, x = _gather(x, first.rows, first.inverse if first.selection is None else None)
-        branch = self.attn(self.norm1(rows), first.packing, first.selection, tables)
-        x = self.add1(_selected(x, selection), branch, first)
-        rows, x = _gather(x, second.places, second.inverse)
-        return self.add2(x, self.mlp(self.norm2(rows)), second)
-
-    def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        """x plus the branch of the attention, by `add_branch`."""
-        return _add(self.ls1, x, branch, drop)
-
-    def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        return _add(self.ls2, x, branch, drop)
+    def add(self, i: int, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
+        """x plus the branch of the attention, 0, or of the MLP, 1, by `add_branch`."""
+        scale = self.ls2 if i else self.ls1
+        # LayerScale adds inside its own forward: only around it does ZeRO 3 gather gamma.
+        return scale(x, branch, drop) if isinstance(scale, LayerScale) else add_branch(x, branch, None, drop)
 
 
 def run_fused(
@@ -95,17 +86,10 @@ def run_fused(
 
 
 def _sum_and_norm(norm: nn.Module, x: Tensor, branch: Tensor, gamma: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x plus the branch, times gamma if given, and its norm; few rows are not fused, see `fuses_in_block`."""
     if fuses_sums(norm, branch):
-        both: tuple[Tensor, Tensor] = _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
-        return both
+        return _summed_and_normed(x, branch, gamma, norm.weight, norm.bias, norm.eps)
     x = add_branch(x, branch, gamma, None)
     return x, norm(x)
-
-
-def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
-    # LayerScale adds inside its own forward: only around it does ZeRO 3 gather gamma.
-    return scale(x, branch, drop) if isinstance(scale, LayerScale) else add_branch(x, branch, None, drop)
 
 
 def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -113,12 +97,11 @@ def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Ten
     gradients in one pass by itself."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x.index_select(0, rows), x
-    gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
-    return gathered
+    return _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
 
 
 class _Gather(torch.autograd.Function):
-    """`_gather`, whose backward pass adds the gradient of the rows to that of x without a tensor of zeros."""
+    """Its backward pass adds the gradient of the rows to that of x without a tensor of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -126,7 +109,7 @@ class _Gather(torch.autograd.Function):
         return x.index_select(0, rows), x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         rows, inverse = ctx.saved_tensors
         of_rows, of_x = grad_outputs
@@ -144,9 +127,9 @@ class RotaryBlock(Block):
 
     def __init__(self, arch: ViTSpec, attention: str) -> None:
         nn.Module.__init__(self)
-        self._layer_scale = arch.layer_scale or 0.0
-        self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
-        self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
+        self._layer_scale, scaled = arch.layer_scale or 0.0, arch.layer_scale is not None
+        self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if scaled else None
+        self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if scaled else None
         self.norm1 = norm_layer(arch, BlockNorm)
         self.attn = RotaryAttention(arch, attention)
         self.norm2 = norm_layer(arch, BlockNorm)
@@ -163,11 +146,8 @@ class RotaryBlock(Block):
     def gammas(self) -> tuple[Tensor | None, Tensor | None]:
         return self.gamma_1, self.gamma_2
 
-    def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        return add_branch(x, branch, self.gamma_1, drop)
-
-    def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
-        return add_branch(x, branch, self.gamma_2, drop)
+    def add(self, i: int, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
+        return add_branch(x, branch, self.gamma_2 if i else self.gamma_1, drop)
 
 
 class RotaryAttention(Attention):
@@ -186,7 +166,7 @@ class RotaryAttention(Attention):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def qkv_bias(self) -> Tensor | None:
+    def _qkv_bias(self) -> Tensor | None:
         if self.q_bias is None or self.v_bias is None or self._kept_bias is not None:
             return self._kept_bias
         bias = self.v_bias
@@ -205,29 +185,17 @@ class RotaryAttention(Attention):
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         if selection is None:
-            (projected,) = self.qkv(x, None, self.qkv_bias())
+            (projected,) = self.qkv(x, None, self._qkv_bias())
             return (rotate(projected, packing.groups, tables, (2, 3), self.heads),)
-        queries, others = self.qkv(x, selection.rows, self.qkv_bias())
+        queries, others = self.qkv(x, selection.rows, self._qkv_bias())
         queries = rotate(queries, selection.packing.groups, tables, (1, 1), self.heads)
         return queries, rotate(others, packing.groups, tables, (1, 2), self.heads)
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, in_chans: int, patch_size: int, width: int) -> None:
-        super().__init__()
-        self.proj = PatchProjection(in_chans, width, kernel_size=patch_size, stride=patch_size)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) -> (b, patches, d)."""
-        return self.proj(images)
-
-
 class PatchProjection(nn.Conv2d):
-    """The convolution that embeds patches, as one matrix product: its windows do not overlap.
-
-    Exact in FP32, where cuDNN's convolutions take TF32 unless told otherwise. A subclass, because ZeRO 3 gathers a
-    parameter only around its module's forward.
-    """
+    """The convolution that embeds patches, as one matrix product: its windows do not overlap. Exact in FP32, where
+    cuDNN's convolutions take TF32 unless told otherwise. A subclass, because ZeRO 3 gathers a parameter only around its
+    module's forward."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> (b, patches, d); what does not fill a patch at the edges is left out."""
@@ -252,8 +220,7 @@ class BlockNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not fuses_sums(self, x):
             return super().forward(x)
-        normed: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type))
-        return normed
+        return _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(x.device.type))
 
 
 def fuses_sums(norm: nn.Module, x: Tensor) -> bool:
@@ -282,9 +249,7 @@ class Mlp(nn.Module):
         self.fc2 = ActivatedLinear(hidden // 2 if swiglu else hidden, width, swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (tokens, d) -> (tokens, d)."""
-        out: Tensor = self.fc2(self.fc1(x))
-        return out
+        return self.fc2(self.fc1(x))
 
 
 class GatedMlp(nn.Module):
@@ -297,16 +262,13 @@ class GatedMlp(nn.Module):
         self.fc2 = ActivatedLinear(hidden, width, swiglu=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (tokens, d) -> (tokens, d)."""
-        out: Tensor = self.fc2(self.fc1_g(x), self.fc1_x(x))
-        return out
+        return self.fc2(self.fc1_g(x), self.fc1_x(x))
 
 
 class ActivatedLinear(nn.Linear):
     """linear(GELU(x)) or linear(SwiGLU(x)) that keeps only x for the backward pass and recomputes the activation there.
-
-    This saves an eighth of the tensors that a block keeps, for one more pass over x. torch.compile decides for itself.
-    """
+    This saves an eighth of the tensors that a block keeps, for one more pass over x. torch.compile decides for
+    itself."""
 
     def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
         super().__init__(n_in, n_out)
@@ -320,8 +282,7 @@ class ActivatedLinear(nn.Linear):
         """Compute `forward` with this weight and bias instead of the layer's."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.linear(_activate(x, value, self.swiglu), weight, bias)
-        out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
-        return out
+        return _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -332,15 +293,13 @@ class _ActivatedLinear(torch.autograd.Function):
         return F.linear(_activate(x, value, swiglu), weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
         # The weight gradient comes first: only it needs the activation.
         of_weight, of_bias = ctx.needs_input_grad[1:3]
-        grads = (
-            grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None,
-            grad.sum(dim=0) if of_bias else None,
-        )
+        grad_weight = grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None
+        grads = grad_weight, grad.sum(dim=0) if of_bias else None
         # If autocast was on in the forward pass alone, the gradient has autocast's dtype, and the weight its own.
         inner = (grad @ weight.to(grad.dtype)).to(x.dtype)
         if not ctx.swiglu:

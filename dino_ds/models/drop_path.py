@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.seeds import crop_seed, mix, shift_right
 from dino_ds.models.fused import fused, fuses, fuses_in_block
@@ -37,7 +36,6 @@ def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
 
 @fused(kernels=1, draws=1)
 def _write_draws(draws: Tensor, keys: Tensor) -> None:
-    """Write draws (branches, views, b)."""
     branches, views, _ = draws.shape
     view, branch = torch.arange(views, device=keys.device), torch.arange(branches, device=keys.device)
     rows = mix(keys + view.unsqueeze(1))
@@ -46,12 +44,9 @@ def _write_draws(draws: Tensor, keys: Tensor) -> None:
 
 
 def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
-    """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
-
-    rates: of the first and of the last block; rates of the blocks between are interpolated linearly.
-    """
-    scales: Tensor = (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
-    return scales
+    """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept. rates: of
+    the first and of the last block; rates of the blocks between are interpolated linearly."""
+    return (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
 
 
 @fused(kernels=1, draws=2)
@@ -65,14 +60,11 @@ def _scales_of(draws: Tensor, first: float, last: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """The sequences whose branch is computed at all.
-
-    rows: indices of all their tokens in the matrix of all sequences.
-    packing: of `rows`; selection: among `rows`, if the block returns selected rows alone.
-    places: indices, in the block's result, of the rows that the block returns for these sequences.
-    scales: (rows, 1), for each of `places` sequences of its size / kept ones, which keeps the expected sum.
-    inverse: for each row of the result its index in `places`, or -1; None unless functions are fused on a GPU.
-    """
+    """The sequences whose branch is computed at all. rows: indices of all their tokens in the matrix of all sequences.
+    packing: of `rows`; selection: among `rows`, if the block returns selected rows alone. places: indices, in the
+    block's result, of the rows that the block returns for these sequences. scales: (rows, 1), for each of `places`
+    sequences of its size / kept ones, which keeps the expected sum. inverse: for each row of the result its index in
+    `places`, or -1; None unless functions are fused on a GPU."""
 
     rows: Tensor
     packing: Packing
@@ -89,13 +81,11 @@ def kept_sequences(
     selection: Selection | None = None,
     made: MadeOnce | None = None,
 ) -> list[list[Kept]]:
-    """Choose the sequences of batched stochastic depth: for each block and branch the share 1 - rate of each size.
-
-    The others are not computed: the student's blocks cost (1 - mean rate). Unlike with `drop_path_scales`, the number
-    of kept sequences does not vary, and which are kept depends on the micro-batch: those with the largest draws of each
-    size. `selection`: the rows that the last block returns, `Packing.first_and_last`; `made`: a cache.
-    Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with the rates of `drop_path_scales`.
-    """
+    """Choose the sequences of batched stochastic depth: for each block and branch the share 1 - rate of each size. The
+    others are not computed: the student's blocks cost (1 - mean rate). Unlike with `drop_path_scales`, the number of
+    kept sequences does not vary, and which are kept depends on the micro-batch: those with the largest draws of each
+    size. `selection`: the rows that the last block returns, `Packing.first_and_last`; `made`: a cache. Source:
+    facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with the rates of `drop_path_scales`."""
     made = MadeOnce() if made is None else made
     orders, at, device = [], 0, draws.device
     for count, _ in packing.groups:  # of all blocks and branches at once
@@ -185,31 +175,23 @@ class LayerScale(nn.Module):
 
 
 def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | Kept | None) -> Tensor:
-    """Add `branch`, times gamma (d,) if given, to x (rows, d).
-
-    drop: stochastic depth: None, or a scale for each row of the branch (rows, 1), or the sequences whose branch was
-    computed, with scales that make up for the other sequences.
-    """
+    """Add `branch`, times gamma (d,) if given, to x (rows, d). drop: stochastic depth: None, or a scale for each row of
+    the branch (rows, 1), or the sequences whose branch was computed, with scales that make up for the other
+    sequences."""
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
-        total: Tensor = _FusedAdd.apply(x, branch, gamma, scales, places)
-        return total
+        return _FusedAdd.apply(x, branch, gamma, scales, places)
     if gamma is not None:
         branch = branch * gamma
-    if isinstance(drop, Kept):
-        return _add_kept(x, branch, drop)
-    return x + (branch if drop is None else branch * drop)
-
-
-def _add_kept(x: Tensor, branch: Tensor, kept: Kept) -> Tensor:
+    if not isinstance(drop, Kept):
+        return x + (branch if drop is None else branch * drop)
     if torch.compiler.is_compiling():
-        return x.index_add(0, kept.places, (branch * kept.scales).to(x.dtype))
-    added: Tensor = _Add.apply(x, branch, kept.places, kept.scales)
-    return added
+        return x.index_add(0, drop.places, (branch * drop.scales).to(x.dtype))
+    return _Add.apply(x, branch, drop.places, drop.scales)
 
 
 class _Add(torch.autograd.Function):
-    """`_add_kept` whose products with FP32 scales are rounded once, in the pass that computes them."""
+    """Products with FP32 scales are rounded once, in the pass that computes them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, places: Tensor, scales: Tensor) -> Tensor:
@@ -218,7 +200,7 @@ class _Add(torch.autograd.Function):
         return x.index_add(0, places, torch.mul(branch, scales, out=torch.empty_like(branch, dtype=x.dtype)))
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (grad,), (places, scales) = grad_outputs, ctx.saved_tensors
         return grad, grad.index_select(0, places).mul_(scales).to(ctx.dtype), None, None
@@ -228,14 +210,7 @@ class _FusedAdd(torch.autograd.Function):
     """`add_branch` on a GPU: all products are rounded once, with the sum."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        branch: Tensor,
-        gamma: Tensor | None,
-        scales: Tensor | None,
-        kept: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, kept: Any) -> Tensor:
         places, inverse = kept
         ctx.save_for_backward(branch if ctx.needs_input_grad[2] else None, gamma, scales, places)
         ctx.dtype = branch.dtype
@@ -244,7 +219,7 @@ class _FusedAdd(torch.autograd.Function):
         return sum_kept(x, branch, gamma, scales, inverse)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (branch, gamma, scales, places) = grad_outputs, ctx.saved_tensors
         of_branch, of_gamma = None, None
@@ -273,7 +248,6 @@ def sum_kept(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | N
 def _gradient(
     grad: Tensor, gamma: Tensor | None, scales: Tensor | None, places: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The branch's gradient, (rows of the branch, d)."""
     return _scaled(_read(grad, places), gamma, scales).to(dtype)
 
 
@@ -281,7 +255,6 @@ def _gradient(
 def _gradients(
     grad: Tensor, branch: Tensor, gamma: Tensor, scales: Tensor | None, places: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the branch and of gamma."""
     rows = _scaled(_read(grad, places), None, scales)
     return (rows * gamma).to(branch.dtype), (rows * branch).sum(dim=0).to(gamma.dtype)
 

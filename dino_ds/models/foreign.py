@@ -7,14 +7,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.models.base import CLS, Backbone, Crops, patches_of
+from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, patches_of
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.drop_path import drop_path_draws
 from dino_ds.models.specs.backbones import ViTSpec
@@ -24,11 +24,9 @@ from dino_ds.models.vit import VisionTransformer
 
 
 class ForeignBackbone(Backbone):
-    """A backbone whose features a foreign network computes by its own code, in one pass per crop size.
-
-    The network's parameters, buffers and modules are registered in this module too, so that they keep timm's names.
-    Stochastic depth is drawn per image, as in our own networks.
-    """
+    """A backbone whose features a foreign network computes by its own code, in one pass per crop size. The network's
+    parameters, buffers and modules are registered in this module too, so that they keep timm's names. Stochastic depth
+    is drawn per image, as in our own networks."""
 
     def __init__(self, spec: ForeignSpec, image_size: int, options: BackboneOptions) -> None:
         from timm.layers import DropPath  # takes seconds, which runs of our own ViTs are spared
@@ -84,48 +82,42 @@ class ForeignBackbone(Backbone):
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Shapes of the features of two images, and of their patch features, or None without patch features."""
         if (height, width) not in self._known_shapes:
-            self._known_shapes[height, width] = self._found_shapes(height, width)
+            built = self._network[0]
+            with torch.device("meta"), torch.no_grad():
+                network = built if next(built.parameters()).is_meta else create(self._foreign, self.image_size)
+                mode = network.training
+                image, patches = features_of(network.eval(), torch.zeros(2, self._foreign.in_chans, height, width))
+                network.train(mode)
+            of_patches = None if patches is None else tuple(patches.shape)
+            self._known_shapes[height, width] = tuple(image.shape), of_patches
         return self._known_shapes[height, width]
-
-    def _found_shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        built = self._network[0]
-        with torch.device("meta"), torch.no_grad():
-            network = built if next(built.parameters()).is_meta else create(self._foreign, self.image_size)
-            mode = network.training
-            image, patches = features_of(network.eval(), torch.zeros(2, self._foreign.in_chans, height, width))
-            network.train(mode)
-        return tuple(image.shape), None if patches is None else tuple(patches.shape)
 
     def forward(
         self,
         crops: Crops,
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
-        masks: Mapping[str, Tensor] = MappingProxyType({}),
+        masks: Mapping[str, Tensor] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """See `Backbone.forward`; no patch can be hidden from a foreign network."""
         assert not masks
         views = sum(len(group) for group in crops.values())
-        draws = None
+        draws, before = None, 0
         if drop_keys is not None and self._drops:
             draws = drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
-        patch_features: dict[str, Tensor] = {}
-        cls, before = [], 0
-        runs = itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])
-        for names in [list(names) for _, names in runs]:
+        cls, patch_features = list[Tensor](), dict[str, Tensor]()
+        for _, run in itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:]):
+            names = [*run]
             images = torch.cat([crop for name in names for crop in crops[name]])
             batch_draws = None if draws is None else draws[:, before : before + len(images)]
             before += len(images)
             image, maps = self._features(images, batch_draws)
             cls.append(image)
-            if maps is not None and any(name in patches for name in names):
-                rows = [sum(len(crop) for crop in crops[name]) for name in names]
-                patch_features |= {
-                    patches_of(name): part.flatten(1, 2)
-                    for name, part in zip(names, maps.split(rows), strict=True)
-                    if name in patches
-                }
+            if maps is not None:
+                parts = maps.split([sum(len(crop) for crop in crops[name]) for name in names])
+                named = [pair for pair in zip(names, parts, strict=True) if pair[0] in patches]
+                patch_features |= {patches_of(name): part.flatten(1, 2) for name, part in named}
         return {CLS: torch.cat(cls), **patch_features}
 
     def _features(self, images: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -140,8 +132,7 @@ class ForeignBackbone(Backbone):
         wanted = self.options.channels_last
         if images.is_cuda if wanted is None else wanted:
             images = images.contiguous(memory_format=torch.channels_last)
-        features: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
-        return features
+        return features_of(self._network[0], images)
 
 
 class KeyedDropPath(nn.Module):
@@ -185,11 +176,9 @@ def _make_segment(module: nn.Module, number: int, backbone: Backbone) -> None:
     members: dict[str, Any] = {"__module__": type(module).__module__}
     if isinstance(forward, FunctionType):
         # torch.compile limits the variants of a code object. Blocks of a class share one but differ in shapes: copy it.
-        copied = FunctionType(
-            forward.__code__.replace(), forward.__globals__, None, forward.__defaults__, forward.__closure__
-        )
+        context = forward.__globals__, None, forward.__defaults__, forward.__closure__
+        members["forward"] = copied = FunctionType(forward.__code__.replace(), *context)
         copied.__kwdefaults__ = forward.__kwdefaults__
-        members["forward"] = copied
     module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
     module.__dict__["_place_in_backbone"] = (number, backbone)  # in a tuple: not registered as a child
     module.__dict__["_keyed_drops"] = [part for part in module.modules() if isinstance(part, KeyedDropPath)]

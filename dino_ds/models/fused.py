@@ -30,11 +30,9 @@ _uncompiled: list[None] = []
 
 
 class Fused:
-    """A function that runs as at most `kernels` kernels on a GPU.
-
-    passes: how often at most they read or write each argument, or scratch or results of its size; 1 if not given.
-    Rehearsals count by these numbers; a test compares them with Inductor's code.
-    """
+    """A function that runs as at most `kernels` kernels on a GPU. passes: how often at most they read or write each
+    argument, or scratch or results of its size; 1 if not given. Rehearsals count by these numbers; a test compares them
+    with Inductor's code."""
 
     def __init__(self, function: Callable[..., Any], kernels: int, passes: dict[str, float]) -> None:
         functools.update_wrapper(self, function)
@@ -43,7 +41,21 @@ class Fused:
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., Any]:
-        return compile_with_limit(self.function, _PROGRAMS)
+        """Compiled by torch.compile, with this function's own limit on programs; calls cost next to nothing more. torch
+        2.11 has only a limit for the whole process: there it is changed around each call, by one object per thread, as
+        making this object takes longer than launching the kernels (the backward pass has its threads)."""
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            limit_option: dict[str, Any] = {"recompile_limit": _PROGRAMS}
+            return torch.compile(self.function, **limit_option)
+        compiled, of_thread = torch.compile(self.function), threading.local()
+
+        def call(*arguments: Any) -> Any:
+            if not hasattr(of_thread, "limit"):
+                of_thread.limit = torch._dynamo.config.patch(recompile_limit=_PROGRAMS)
+            with of_thread.limit:
+                return compiled(*arguments)
+
+        return call
 
     def __call__(self, *arguments: Any) -> Any:
         if not rehearsing():
@@ -54,29 +66,6 @@ class Fused:
             moved += self.passes.get(name, 1) * sum(tensor.nbytes for tensor in tensors)
         with entered(_listeners, self.kernels, moved):
             return self.function(*arguments)
-
-
-def compile_with_limit(function: Callable[..., Any], programs: int) -> Callable[..., Any]:
-    """Compile with torch.compile, with this function's own limit on compiled programs; calls cost next to nothing more.
-
-    torch 2.11 has only a limit for the whole process: there it is changed around each call, by one object per thread,
-    as making this object takes longer than launching the kernels (the backward pass has threads of its own).
-    """
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limit_option: dict[str, Any] = {"recompile_limit": programs}
-        return torch.compile(function, **limit_option)
-    compiled = torch.compile(function)
-    of_thread = threading.local()
-
-    def call(*arguments: Any) -> Any:
-        try:
-            limit = of_thread.limit
-        except AttributeError:
-            limit = of_thread.limit = torch._dynamo.config.patch(recompile_limit=programs)
-        with limit:
-            return compiled(*arguments)
-
-    return call
 
 
 def fused(kernels: int, **passes: float) -> Callable[[Callable[..., Any]], Fused]:
@@ -104,24 +93,14 @@ def fuses_in_block(of: Tensor) -> bool:
 
 def fuse_as_in_training(network: nn.Module) -> None:
     """Fuse functions in blocks of `network`, and of its copies, in forward passes without gradients too."""
-    network.register_forward_pre_hook(_begin)
-    network.register_forward_hook(_end, always_call=True)
-
-
-def _begin(*_: Any) -> None:
-    _training.append(None)
-
-
-def _end(*_: Any) -> None:
-    _training.pop()
+    network.register_forward_pre_hook(lambda *_: _training.append(None))
+    network.register_forward_hook(lambda *_: _training.pop(), always_call=True)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run passes whose sizes are not those of training as plain operators: nothing is compiled, and nothing fused.
-
-    Compiling for each size would fill the cache that training needs, and take longer than the pass.
-    """
+    Compiling for each size would fill the cache that training needs, and take longer than the pass."""
     _uncompiled.append(None)
     try:
         with torch.compiler.set_stance("force_eager"):

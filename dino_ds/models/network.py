@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.config.crops import Masks
-from dino_ds.models.base import CLS, Backbone, Crops, cls_of, masked_of, patches_of
+from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, cls_of, masked_of, patches_of
 from dino_ds.models.prototypes import Compared, Comparison, Logits
 
 Output = Tensor | Logits | Compared
@@ -38,9 +36,8 @@ class Network(nn.Module):
         features: names of the features that are outputs themselves.
         freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.
 
-    Attributes:
-        started_from: description of the weights that the network starts from.
-        began_with: those weights, FP32, until an engine has taken them.
+    `started_from` describes the weights that the network starts from; `began_with` has them, FP32, until an engine has
+    taken them.
     """
 
     def __init__(
@@ -75,15 +72,13 @@ class Network(nn.Module):
         self,
         crops: Crops,
         drop_keys: Tensor | None = None,
-        masks: Masks = MappingProxyType({}),
-        comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+        masks: Masks = NOTHING,
+        comparisons: Mapping[str, Comparison] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Output]:
-        """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`.
-
-        Outputs of whole crops are (v * b, ...), crop-major, groups in order. In a group without "mask" nothing is
-        hidden. comparisons: by query, the targets of its logits; a query without targets gives the logits.
-        """
+        """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`. Outputs
+        of whole crops are (v * b, ...), crop-major, groups in order. In a group without "mask" nothing is hidden.
+        comparisons: by query, the targets of its logits; a query without targets gives the logits."""
         hidden = {name: mask["mask"] for name, mask in masks.items() if "mask" in mask}
         patches = [group for group in self._patches if group in crops]
         features = self.backbone(crops, drop_keys, patches, hidden, step_key)
@@ -92,9 +87,8 @@ class Network(nn.Module):
             features |= {cls_of(name): part for name, part in zip(crops, features[CLS].split(rows), strict=True)}
         for name in self._masked:
             if name in crops:
-                features[masked_of(name)] = (
-                    features[patches_of(name)].flatten(0, 1).index_select(0, masks[name]["rows"])
-                )
+                rows_of_patches = features[patches_of(name)].flatten(0, 1)
+                features[masked_of(name)] = rows_of_patches.index_select(0, masks[name]["rows"])
         if self._backbone_frozen and torch.is_grad_enabled():
             features = {name: _ZeroGrad.apply(feature) for name, feature in features.items()}
         outputs: dict[str, Output] = {name: features[name] for name in self.features if name in features}
@@ -105,7 +99,7 @@ class Network(nn.Module):
 
     def freeze_prototypes(self, frozen: bool) -> None:
         for head in self.heads().values():
-            prototypes = getattr(head, "prototypes", None)
+            prototypes: Any = getattr(head, "prototypes", None)
             if prototypes is not None:
                 prototypes.frozen = frozen
 
@@ -115,13 +109,11 @@ class Network(nn.Module):
 
 
 class _ZeroGrad(torch.autograd.Function):
-    """The identity, whose gradient is zero."""
-
     @staticmethod
     def forward(ctx: Any, features: Tensor) -> Tensor:
         return features.view_as(features)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         return torch.zeros_like(grad_outputs[0])

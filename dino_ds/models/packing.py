@@ -12,6 +12,8 @@ from torch import Tensor
 from dino_ds.basics.ranges import making_once
 
 _T = TypeVar("_T")
+Groups = Sequence[tuple[int, int]]
+"""Sequences and tokens of each, by size."""
 _KEPT = 64
 """Number of keys at which a `MadeOnce` is emptied: evaluations see images of many sizes."""
 
@@ -31,17 +33,13 @@ class MadeOnce:
                 self._kept.clear()
             with torch.inference_mode(False), torch.no_grad(), making_once():
                 self._kept[key] = make()
-        kept: _T = self._kept[key]
-        return kept
+        return self._kept[key]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The division of the rows of a (tokens, width) matrix into sequences.
-
-    groups: (sequences, tokens of each) per size, in order; bounds: (sequences + 1,) int32, the row where each sequence
-    begins, and the end of the last.
-    """
+    """The division of the rows of a (tokens, width) matrix into sequences. groups: (sequences, tokens of each) per
+    size, in order; bounds: (sequences + 1,) int32, the row where each sequence begins, and the end of the last."""
 
     groups: tuple[tuple[int, int], ...]
     bounds: Tensor
@@ -73,30 +71,20 @@ class Packing:
             columns[:1] = 0
             parts.append((starts + columns).flatten())
             first += sequences
-        return Selection(
-            torch.cat(parts), Packing.of([(s, k) for (s, _), k in zip(self.groups, kept, strict=True)], device)
-        )
-
-    @property
-    def longest(self) -> int:
-        return max(tokens for _, tokens in self.groups)
+        groups = [(sequences, count) for (sequences, _), count in zip(self.groups, kept, strict=True)]
+        return Selection(torch.cat(parts), Packing.of(groups, device))
 
     def sequence_of_token(self) -> Tensor:
         """(tokens,) the sequence that each row belongs to."""
-        parts, first = [], 0
-        for sequences, tokens in self.groups:
-            sequence = torch.arange(first, first + sequences, device=self.bounds.device)
-            parts.append(sequence.unsqueeze(1).expand(-1, tokens).flatten())
-            first += sequences
-        return torch.cat(parts)
+        tokens = sum(sequences * tokens for sequences, tokens in self.groups)
+        rows = torch.arange(tokens, dtype=torch.int32, device=self.bounds.device)
+        return torch.bucketize(rows, self.bounds[1:], right=True)
 
 
 @dataclass(frozen=True)
 class Selection:
     """The rows of a packed matrix for which a block is computed to its end; other rows serve only as keys and values.
-
-    rows (r,) int32: indices in the matrix; packing: of these r rows.
-    """
+    rows (r,) int32: indices in the matrix; packing: of these r rows."""
 
     rows: Tensor
     packing: Packing

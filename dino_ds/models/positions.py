@@ -7,6 +7,7 @@ Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.seeds import mix, shift_right
 from dino_ds.models.fused import fused
-from dino_ds.models.packing import MadeOnce
+from dino_ds.models.packing import Groups, MadeOnce
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
@@ -39,10 +39,8 @@ def resized(patches: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def bicubic_matrix(side: int, size: int, interpolation: str, device: torch.device) -> Tensor:
-    """The matrix (size, side) that does along one axis what torch's bicubic `interpolate` does.
-
-    "dino": as facebookresearch/dino, and dinov2 without registers; "antialias": as dinov2 with registers, and timm.
-    """
+    """The matrix (size, side) that does along one axis what torch's bicubic `interpolate` does. "dino": as
+    facebookresearch/dino, and dinov2 without registers; "antialias": as dinov2 with registers, and timm."""
     points = torch.eye(side, device=device)[None, None]
     if interpolation == "dino":
         # The reference adds 0.1 against rounding down; this also shifts the samples, so released weights need it.
@@ -54,80 +52,56 @@ def bicubic_matrix(side: int, size: int, interpolation: str, device: torch.devic
 
 
 class RopeTables:
-    """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid.
-
-    In training the coordinates of patches are stretched at random; see `stretches`.
-    """
+    """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid. In
+    training the coordinates of patches are stretched at random; see `stretches`."""
 
     def __init__(self, arch: ViTSpec, options: BackboneOptions) -> None:
-        assert arch.rope is not None
-        self._arch, self._sides = arch, arch.rope
-        self._rescale = options.rope_rescale or 1.0
-        self._made = MadeOnce()
+        self._arch, self._rescale, self._made = arch, options.rope_rescale or 1.0, MadeOnce()
 
     def of(
         self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: int | None = None
     ) -> list[Sequence[Tensor]]:
         """The tables of all blocks, for each grid (rows, columns). With a `step_key` the coordinates are
         stretched: separately for each block and each entry of `grids`, alike for all images."""
-        blocks = self._arch.depth
+        blocks, sides = self._arch.depth, str(self._arch.rope)
+        makers = [((device, *grid, "axes"), functools.partial(coordinates, *grid, sides, device)) for grid in grids]
+        axes = [self._made.of(*maker).split(grid) for maker, grid in zip(makers, grids, strict=True)]
+        turns = self._made.of((device,), lambda: frequencies(self._arch, device))
         if step_key is None or self._rescale == 1.0:
-            return [[self._unchanged(grid, device)] * blocks for grid in grids]
+            return [
+                [self._made.of((device, *grid), functools.partial(table, rows, columns, turns))] * blocks
+                for grid, (rows, columns) in zip(grids, axes, strict=True)
+            ]
         with torch.no_grad():
             factors = stretches(_draws(step_key, len(grids), blocks, device), self._rescale)
-            tables: list[Sequence[Tensor]] = []
-            for grid, factor in zip(grids, factors, strict=True):
-                rows, columns = self._axes(grid, device)
-                tables.append(table(rows * factor, columns * factor, self._turns(device)).unbind())
-        return tables
-
-    def _turns(self, device: torch.device) -> Tensor:
-        return self._made.of((device,), lambda: frequencies(self._arch, device))
-
-    def _axes(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-        axes = self._made.of((device, *grid, "axes"), lambda: torch.cat(coordinates(*grid, self._sides, device)))
-        rows, columns = axes.split(grid)
-        return rows, columns
-
-    def _unchanged(self, grid: tuple[int, int], device: torch.device) -> Tensor:
-        return self._made.of((device, *grid), lambda: table(*self._axes(grid, device), self._turns(device)))
+            pairs = zip(axes, factors, strict=True)
+            return [table(rows * by, columns * by, turns).unbind() for (rows, columns), by in pairs]
 
 
-def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The centers of the rows (height,) and columns (width,) of a grid of patches, from -1 to 1, FP32.
-
+def coordinates(height: int, width: int, sides: str, device: torch.device) -> Tensor:
+    """The centers of the rows of a grid of patches, then those of its columns, (height + width,), from -1 to 1, FP32.
     `sides`: whether each axis is normalized by its own side ("separate"), or both by the larger or smaller one ("max",
-    "min").
-    """
+    "min")."""
     by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]
-    rows, columns = (
-        (torch.arange(count, device=device, dtype=torch.float32) + 0.5) / side * 2 - 1
-        for count, side in zip((height, width), by, strict=True)
-    )
-    return rows, columns
+    axes = [torch.arange(count, device=device, dtype=torch.float32) for count in (height, width)]
+    return torch.cat([(axis + 0.5) / side * 2 - 1 for axis, side in zip(axes, by, strict=True)])
 
 
 def stretches(draws: Tensor, rescale: float) -> Tensor:
-    """draws (...) in [0, 1) -> factors (..., 1) for both coordinates, in [1 / rescale, rescale] and uniform in their
-    logarithm."""
+    """draws (...) in [0, 1) -> factors (..., 1) for both coordinates, in [1 / rescale, rescale], log-uniform."""
     return (draws.mul(2).sub(1).float() * math.log(rescale)).exp().unsqueeze(-1)
 
 
-def rotate(
-    projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
-) -> Tensor:
+def rotate(projected: Tensor, groups: Groups, tables: Sequence[Tensor], parts: tuple[int, int], heads: int) -> Tensor:
     """Rotate the patches in the first parts of `projected` (tokens, parts * d); `parts`: numbers of (rotated, all).
-
     groups: (sequences, tokens of each) per size; tables: one per size. A sequence ends with its patches; tokens before
     the patches, and sequences of one token, are not rotated. Pair j is (j, j + c / 2) of a head of width c. Without
-    tables nothing is rotated. `projected` may be overwritten: nothing else may read it.
-    """
+    tables nothing is rotated. `projected` may be overwritten: nothing else may read it."""
     if not tables:
         return projected
     if torch.compiler.is_compiling():
         return _rotated(projected, groups, tables, parts, heads)
-    turned: Tensor = _Rotate.apply(projected, groups, parts, heads, *tables)
-    return turned
+    return _Rotate.apply(projected, groups, parts, heads, *tables)
 
 
 class _Rotate(torch.autograd.Function):
@@ -135,12 +109,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        projected: Tensor,
-        groups: Sequence[tuple[int, int]],
-        parts: tuple[int, int],
-        heads: int,
-        *tables: Tensor,
+        ctx: Any, projected: Tensor, groups: Groups, parts: tuple[int, int], heads: int, *tables: Tensor
     ) -> Tensor:
         ctx.groups, ctx.parts, ctx.heads = groups, parts, heads
         ctx.save_for_backward(*tables)
@@ -150,7 +119,7 @@ class _Rotate(torch.autograd.Function):
         return projected
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         for pairs, (cos, sin) in _patches(grad, ctx.groups, ctx.saved_tensors, ctx.parts, ctx.heads):
@@ -159,7 +128,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _patches(
-    x: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
+    x: Tensor, groups: Groups, tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Views of the rotated rows, by size (sequences, patches, rotated parts, heads, 2, c / 2), and their tables."""
     views = []
@@ -197,9 +166,7 @@ def write_rotated(out: Tensor, pieces: list[Tensor], table: Tensor, rotated: int
     out.copy_(torch.stack(whole, dim=2))
 
 
-def _rotated(
-    projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
-) -> Tensor:
+def _rotated(projected: Tensor, groups: Groups, tables: Sequence[Tensor], parts: tuple[int, int], heads: int) -> Tensor:
     """`rotate` with plain operators, which torch.compile fuses into one kernel."""
     out = []
     cut = projected.split([sequences * tokens for sequences, tokens in groups])

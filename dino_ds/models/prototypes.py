@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.ranges import TAKEN, device_kind, rehearsing
 from dino_ds.models.base import init_weights
@@ -34,22 +33,16 @@ _BLOCK = {"cpu": 256, "cuda": 65536}
 
 class DinoHead(nn.Module):
     """Features (n, width) -> logits over the prototypes, as factors and before any temperature; with a `Comparison`,
-    their loss against a teacher's logits.
-
-    learned_lengths: whether the prototypes' lengths are trained (facebookresearch/dinov2) or are 1.
-    """
+    their loss against a teacher's logits. learned_lengths: whether the prototypes' lengths are trained
+    (facebookresearch/dinov2) or are 1."""
 
     def __init__(
         self, width: int, hidden: int, bottleneck: int, prototypes: int, layers: int, learned_lengths: bool = False
     ) -> None:
         super().__init__()
         sizes = [width] + [hidden] * (layers - 1) + [bottleneck]
-        modules: list[nn.Module] = []
-        for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
-            if i:
-                modules.append(nn.GELU())
-            modules.append(nn.Linear(n_in, n_out))
-        self.mlp = nn.Sequential(*modules)
+        layers_of_mlp = [part for pair in itertools.pairwise(sizes) for part in (nn.GELU(), nn.Linear(*pair))]
+        self.mlp = nn.Sequential(*layers_of_mlp[1:])
         self.prototypes = Prototypes(bottleneck, prototypes, learned_lengths)
         init_weights(self)
 
@@ -61,21 +54,16 @@ class DinoHead(nn.Module):
 
     def add_batch_norm(self, synced: bool) -> DinoHead:
         """Put BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""
-        modules: list[nn.Module] = []
+        modules: list[Any] = []
         for module in self.mlp:
-            if isinstance(module, nn.GELU):
-                width = modules[-1].out_features
-                assert isinstance(width, int)
-                modules.append(nn.BatchNorm1d(width))
+            modules += [nn.BatchNorm1d(modules[-1].out_features)] if isinstance(module, nn.GELU) else []
             modules.append(module)
         self.mlp = nn.Sequential(*modules)
         use_own_batch_norm(self, synced)
         return self
 
     def forward(self, features: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
-        """features (n, width) -> logits, or the loss of the comparison."""
-        output: Logits | Compared = self.prototypes(self.mlp(features), comparison)
-        return output
+        return self.prototypes(self.mlp(features), comparison)
 
 
 class RegressionHead(nn.Linear):
@@ -86,12 +74,10 @@ class RegressionHead(nn.Linear):
 
 
 class Prototypes(nn.Module):
-    """Cosines between bottleneck features and k prototypes, times the prototypes' lengths if `learned_lengths`. FP32.
-
-    free: prototypes are the rows of a plain linear layer and keep their own lengths (facebookresearch/dinov3).
-    While `frozen`, the weight gets a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a parameter
-    without one, and a frozen gradient must not enter the clipping norm.
-    """
+    """Cosines between bottleneck features (n, c) of any length and k prototypes, times the prototypes' lengths if
+    `learned_lengths`. FP32. free: prototypes are the rows of a plain linear layer and keep their own lengths
+    (facebookresearch/dinov3). While `frozen`, the weight gets a gradient of exactly zero: ZeRO 3 would repeat an old
+    gradient for a parameter without one, and a frozen gradient must not enter the clipping norm."""
 
     def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False, free: bool = False) -> None:
         super().__init__()
@@ -103,18 +89,14 @@ class Prototypes(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.free:
-            nn.init.trunc_normal_(self.weight, std=0.02)
-            return
-        # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
-        # rows sets how far one step of Adam turns them.
+        # The reference leaves the layer to torch's default for Linear, but for free prototypes. Only directions count,
+        # but the length of the rows sets how far one step of Adam turns them.
         bound = self.weight.shape[1] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.trunc_normal_(self.weight, std=0.02) if self.free else nn.init.uniform_(self.weight, -bound, bound)
         if self.lengths is not None:
             nn.init.ones_(self.lengths)
 
     def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
-        """z (n, bottleneck) of any length -> logits, or the loss of the comparison."""
         low = self.weight.dtype != torch.float32 or torch.is_autocast_enabled(z.device.type)
         with torch.autocast(z.device.type, enabled=False):
             rows = F.normalize(z.float(), dim=-1)
@@ -129,17 +111,14 @@ class Prototypes(nn.Module):
 def _scale(weight: Tensor, lengths: Tensor | None, free: bool) -> tuple[Tensor, Tensor]:
     """Two factors (k,): from products with the FP32 weight to logits, and 1 / length of its rows. Ones if `free`."""
     if free:
-        ones = weight.new_ones(len(weight))
-        return ones, ones
+        return (weight.new_ones(len(weight)),) * 2
     inverse = torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12).reciprocal()
     return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
 
 
 class Logits(NamedTuple):
-    """Logits (n, k) = (rows @ weight.T) * scale, multiplied out tile by tile, as often as needed, in FP32.
-
-    rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: whether the engine computes in bf16 or fp16.
-    """
+    """Logits (n, k) = (rows @ weight.T) * scale, multiplied out tile by tile, as often as needed, in FP32. rows (n, c)
+    of unit length; weight (k, c); scale (k,), all FP32; low: whether the engine computes in bf16 or fp16."""
 
     rows: Tensor
     weight: Tensor
@@ -163,13 +142,11 @@ class Logits(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The targets that a head compares its rows with, and how.
-
-    teacher: logits of g * n rows; the targets are softmax(logits / temperature + shift), shift (k,). The student's rows
-    are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself if
-    `exclude_own`. weights (n,) of the images, or None for 1. others: with `exclude_own`, the weight of pairs with
-    student crops that the teacher does not see. The sum is divided by `divisor`, or by the number of pairs if None.
-    """
+    """The targets that a head compares its rows with, and how. teacher: logits of g * n rows; the targets are
+    softmax(logits / temperature + shift), shift (k,). The student's rows are v * n: crop s of an image is compared with
+    every one of the g crops, but not with crop s itself if `exclude_own`. weights (n,) of the images, or None for 1.
+    others: with `exclude_own`, the weight of pairs with student crops that the teacher does not see. The sum is divided
+    by `divisor`, or by the number of pairs if None."""
 
     teacher: Logits
     shift: Tensor
@@ -206,10 +183,8 @@ class Compared(NamedTuple):
 @contextmanager
 def tf32(wanted: bool) -> Iterator[None]:
     """Context in which a GPU computes FP32 products in TF32, which rounds less than bf16 and no more than fp16 does.
-
     Not set elsewhere: the switch is the whole process's, evaluations need FP32, and compilers of some versions of torch
-    read it by its older name, which raises an error while the new name has set it (pytorch issue 166387).
-    """
+    read it by its older name, which raises an error while the new name has set it (pytorch issue 166387)."""
     if not (wanted and "tf32" in TAKEN):
         yield
         return
@@ -233,13 +208,11 @@ def part_rows(weight: Tensor) -> int:
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """sum of weight * H(target, softmax(logit / student_temp)) / divisor, and its gradient in the same pass.
-
-    A cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up:
-    sum of its pairs = m lse(l) - <T, l>, T = the sum of the targets it is compared with, m = their number.
-    With w = weight, g' = gradient of the logits * length / |w|, A = g'^T rows (k, c): rows get g' w, the weight gets A
-    - w (w . A) / |w|^2, the length w . A / length. With free prototypes length / |w| is 1 and w gets A.
-    """
+    """sum of weight * H(target, softmax(logit / student_temp)) / divisor, and its gradient in the same pass. A
+    cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up: sum of its
+    pairs = m lse(l) - <T, l>, T = the sum of the targets it is compared with, m = their number. With w = weight, g' =
+    gradient of the logits * length / |w|, A = g'^T rows (k, c): rows get g' w, the weight gets A - w (w . A) / |w|^2,
+    the length w . A / length. With free prototypes length / |w| is 1 and w gets A."""
 
     @staticmethod
     def forward(
@@ -269,7 +242,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return total / tiles.divisor, entropy
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows, grad_weight, weight, inverse, lengths = ctx.saved_tensors
         grad = grad_outputs[0]
@@ -293,11 +266,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Tile:
-    """A few images: their loss, the entropy of their targets, and their part of the gradients.
-
-    Scratch: a (rows, k) matrix for the teacher's logits, and one for the student's, which their gradient overwrites.
-    After the products, a CPU processes a part of the tile at a time, which fits its caches.
-    """
+    """A few images: their loss, the entropy of their targets, and their part of the gradients. The student's logits are
+    overwritten by their gradient. After the products, a CPU processes a part of the tile at a time."""
 
     def __init__(self, tiles: _Tiles, images: slice) -> None:
         self._tiles, self._images = tiles, images
@@ -314,14 +284,10 @@ class _Tile:
             return
         parts = [slice(start, start + tiles.part) for start in range(0, count, tiles.part)]
         sums = [self._part(seen[:, p], logits[:, p], None if weights is None else weights[p]) for p in parts]
-        losses, entropies = zip(*sums, strict=True)
-        self.loss, self.entropy = torch.stack(losses).sum(), torch.stack(entropies).sum()
+        self.loss, self.entropy = (torch.stack(values).sum() for values in zip(*sums, strict=True))
 
     def _part(self, seen: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Products of a few images, seen (g, n, k) and logits (v, n, k) -> weighted sums of losses and of entropies.
-
-        `logits` is overwritten by its gradient.
-        """
+        """Products of a few images, seen (g, n, k) and logits (v, n, k) -> weighted sums of losses and of entropies."""
         tiles, how = self._tiles, self._tiles.comparison
         torch.addcmul(how.shift, seen, tiles.teacher_scale, out=seen)
         targets = torch.softmax(seen, dim=-1, out=tiles.probs[0][:, : seen.shape[1]])
@@ -361,10 +327,8 @@ class _Tile:
         with tf32(student.low):
             grads = grad_rows.view(tiles.rows.shape)[:, self._images]
             grads.copy_((self._grad @ student.weight).view(grads.shape))
-            if grad_weight is not None:
-                # The first tile overwrites grad_weight: with beta 0 nothing is read.
-                first = self._images.start == 0
-                grad_weight.addmm_(self._grad.t(), self._rows, beta=0 if first else 1)
+            if grad_weight is not None:  # the first tile overwrites it: with beta 0 nothing is read
+                grad_weight.addmm_(self._grad.t(), self._rows, beta=0 if self._images.start == 0 else 1)
 
 
 class _Tiles:
@@ -399,9 +363,7 @@ class _Tiles:
 
 def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
     """Yields (student crops, sums of their targets: (n, k) for all or (crops, n, k) for each, number of targets a sum).
-
-    `targets` (g, n, k) is overwritten.
-    """
+    `targets` (g, n, k) is overwritten."""
     g = len(targets)
     total = targets.sum(dim=0) if g > 1 else targets[0]
     if exclude_own:

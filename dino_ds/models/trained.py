@@ -74,10 +74,8 @@ _ADAPTED: dict[type, type] = {
 
 
 def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
-    """Give `backbone` its adapters if `part` has some, and freeze all weights outside `part`.
-
-    Raises ConfigError where the backbone has no such part.
-    """
+    """Give `backbone` its adapters if `part` has some, and freeze all weights outside `part`. Raises ConfigError where
+    the backbone has no such part."""
     if part.kind == ALL:
         return
     name = backbone.spec.title
@@ -102,10 +100,8 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
 
 
 def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
-    """The linear layers inside the segments, by name, that are called as modules: adapters may change their outputs.
-
-    In a foreign network these are the layers that run on trial images: some networks read a layer's weight directly.
-    """
+    """The linear layers inside the segments, by name, that are called as modules: adapters may change their outputs. In
+    a foreign network these are the layers that run on trial images: some networks read a layer's weight directly."""
     inside = {module for segment in backbone.segments() for module in segment.modules()}
     layers = {n: module for n, module in backbone.named_modules() if module in inside and isinstance(module, nn.Linear)}
     if not isinstance(backbone, ForeignBackbone):
@@ -124,23 +120,17 @@ def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
     known = {name: layer for name, layer in linear_layers(backbone).items() if type(layer) in _ADAPTED}
     title, there = backbone.spec.title, sorted({name.rpartition(".")[2] for name in known})
     if not known:
-        raise ConfigError(
-            f"model.train {LORA}: {title} has no linear layers in its blocks that adapters could be added to: set "
-            f"model.train 'last N blocks', {NORMS} or {ALL}"
-        )
+        why = f"model.train {LORA}: {title} has no linear layers in its blocks that adapters could be added to"
+        raise ConfigError(f"{why}: set model.train 'last N blocks', {NORMS} or {ALL}")
     if unknown := [name for name in part.layers if name not in there]:
-        raise ConfigError(
-            f"model.lora_layers {unknown[0]}: the linear layers in the blocks of {title} are {', '.join(there)}: give "
-            "some of these, or all"
-        )
+        why = f"model.lora_layers {unknown[0]}: the linear layers in the blocks of {title} are {', '.join(there)}"
+        raise ConfigError(f"{why}: give some of these, or all")
     chosen = {name: layer for name, layer in known.items() if not part.layers or name.rpartition(".")[2] in part.layers}
     for name, layer in chosen.items():
         width = min(layer.in_features, layer.out_features)
         if part.rank > width:
-            raise ConfigError(
-                f"model.lora_rank {part.rank} is above {width}, the width of {name} of {title}: give at most {width}, "
-                "better 4 to 64"
-            )
+            why = f"model.lora_rank {part.rank} is above {width}, the width of {name} of {title}"
+            raise ConfigError(f"{why}: give at most {width}, better 4 to 64")
         adapted: Any = layer
         adapted.__class__ = _ADAPTED[type(layer)]
         adapted.lora_a = nn.Parameter(layer.weight.new_empty(part.rank, layer.in_features))
@@ -150,10 +140,8 @@ def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
 
 class TrainedPlacer:
     """A `Placer` that gives a module of `network` its adapters' initial values, freezes those of its parameters that
-    were frozen when this was built, then calls `placer` with the module.
-
-    A is drawn as nn.Linear draws a weight, by a generator seeded with `seed` and the layer's name; B is zero.
-    """
+    were frozen when this was built, then calls `placer` with the module. A is drawn as nn.Linear draws a weight, by a
+    generator seeded with `seed` and the layer's name; B is zero."""
 
     def __init__(self, network: nn.Module, seed: int, placer: Placer) -> None:
         self._prefix = {module: f"{name}." if name else "" for name, module in network.named_modules()}
@@ -163,11 +151,10 @@ class TrainedPlacer:
     def __call__(self, module: nn.Module) -> None:
         prefix = self._prefix[module]
         if isinstance(module, _Adapted):
-            shapes = module.lora_a.shape, module.lora_b.shape
             generator = torch.Generator().manual_seed(crop_seed(self._seed, 0, zlib.crc32(prefix.encode())))
-            bound = 1 / math.sqrt(module.in_features)
-            module.lora_a = nn.Parameter(torch.empty(shapes[0]).uniform_(-bound, bound, generator=generator))
-            module.lora_b = nn.Parameter(torch.zeros(shapes[1]))
+            bound, a = 1 / math.sqrt(module.in_features), torch.empty(module.lora_a.shape)
+            module.lora_a = nn.Parameter(a.uniform_(-bound, bound, generator=generator))
+            module.lora_b = nn.Parameter(torch.zeros(module.lora_b.shape))
         for name, parameter in module.named_parameters(recurse=False):
             parameter.requires_grad_(f"{prefix}{name}" not in self._frozen)
         keep_values(module)
@@ -182,11 +169,6 @@ def keep_values(module: nn.Module) -> None:
         parameter.fp32_value = parameter.data
 
 
-def share_value(teacher_weight: Tensor, student_weight: Any) -> None:
-    """Make the FP32 value of a student's frozen weight and the teacher's weight one tensor, on the teacher's device."""
-    student_weight.fp32_value = teacher_weight.data = student_weight.fp32_value.to(teacher_weight.device)
-
-
 def _frozen_in(module: nn.Module) -> list[Any]:
     return [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
 
@@ -198,9 +180,7 @@ def adapters_in(tensors: Mapping[str, _T]) -> dict[str, _T]:
 
 def merged(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """The tensors of a network with its adapters, if any, added to its weights, named as in a network without adapters.
-
-    The product is computed in FP64, so that a weight is rounded once.
-    """
+    The product is computed in FP64, so that a weight is rounded once."""
     adapters = adapters_in(tensors)
     weights = {name: tensor for name, tensor in tensors.items() if name not in adapters}
     for name, a in adapters.items():

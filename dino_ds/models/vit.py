@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from dino_ds.models.base import CLS, Backbone, Crops, init_weights, patches_of
-from dino_ds.models.blocks import Block, PatchEmbed, RotaryBlock, fuses_sums, norm_layer, run_fused
+from dino_ds.config.crops import LOCAL
+from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, init_weights, patches_of
+from dino_ds.models.blocks import Block, PatchProjection, RotaryBlock, fuses_sums, norm_layer, run_fused
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.positions import RopeTables, bicubic_matrix, resized
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
-LOCAL = "local"
-"""The crop group to whose CLS tokens `local_cls_norm` applies."""
 _PLAIN = BackboneOptions()
 
 
@@ -37,10 +36,9 @@ class VisionTransformer(Backbone):
 
     def __init__(self, arch: ViTSpec, image_size: int, options: BackboneOptions = _PLAIN) -> None:
         super().__init__(arch)
-        self.arch, self.options = arch, options
-        self.grid = image_size // arch.patch_size
-        self._made = MadeOnce()
-        self.patch_embed = PatchEmbed(arch.in_chans, arch.patch_size, arch.width)
+        self.arch, self.options, self.grid, self._made = arch, options, image_size // arch.patch_size, MadeOnce()
+        projection = PatchProjection(arch.in_chans, arch.width, arch.patch_size, arch.patch_size)
+        self.patch_embed = nn.Sequential(OrderedDict(proj=projection))
         self.cls_token = nn.Parameter(torch.zeros(1, 1, arch.width))
         self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
         positions = self.grid**2 + (0 if arch.registers else 1)
@@ -72,7 +70,7 @@ class VisionTransformer(Backbone):
         crops: Crops,
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
-        masks: Mapping[str, Tensor] = MappingProxyType({}),
+        masks: Mapping[str, Tensor] = NOTHING,
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """See `Backbone.forward`. Adjacent crop groups of the same size are one batch of the attention."""
@@ -111,7 +109,6 @@ class VisionTransformer(Backbone):
         return _Batch(images, torch.cat(hidden), kept, sequences)
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
-        """Rows and columns of patches of images (..., h, w)."""
         return images.shape[-2] // self.arch.patch_size, images.shape[-1] // self.arch.patch_size
 
     def tokens(self, images: Tensor) -> Tensor:
@@ -119,10 +116,8 @@ class VisionTransformer(Backbone):
         return self.last_tokens(images, 1)[0]
 
     def last_tokens(self, images: Tensor, blocks: int) -> list[Tensor]:
-        """Images (b, c, h, w) -> all tokens after each of the last `blocks` blocks and the final norm, each (b, n, d).
-
-        `get_intermediate_layers` of facebookresearch/dino gives the same.
-        """
+        """Images (b, c, h, w) -> all tokens after each of the last `blocks` blocks and the final norm, each (b, n, d):
+        `get_intermediate_layers` of facebookresearch/dino."""
         x, packing, tables = self._start(images)
         flat, kept = x.flatten(0, 1), []
         for i, block in enumerate(self.blocks):
@@ -133,10 +128,8 @@ class VisionTransformer(Backbone):
 
     @torch.no_grad()
     def last_attention(self, images: Tensor, cls_only: bool = False) -> Tensor:
-        """Images (b, c, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1.
-
-        With `cls_only` the row of the CLS token alone, (b, heads, 1, n): n times less memory.
-        """
+        """Images (b, c, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1; with
+        `cls_only` the row of the CLS token alone, (b, heads, 1, n): n times less memory."""
         x, packing, tables = self._start(images)
         flat = x.flatten(0, 1)
         for block in self.blocks[:-1]:
@@ -165,7 +158,13 @@ class VisionTransformer(Backbone):
         """Compute CLS token and last tokens of each sequence, `kept` in total, after the final norm: (rows, d)."""
         sequences, images = [self._embed(batch.images, batch.mask) for batch in batches], batches[0].images
         groups, kept = tuple((s.shape[0], s.shape[1]) for s in sequences), tuple(batch.kept for batch in batches)
-        packing, wanted = self._made.of((groups, kept, images.device), lambda: _packings(groups, kept, images.device))
+
+        def pack() -> tuple[Packing, Selection | None]:
+            """The packing of the sequences, and the selection of `kept` tokens of each, or None if all are kept."""
+            packing = Packing.of(groups, images.device)
+            return packing, None if kept == tuple(n for _, n in groups) else packing.first_and_last(kept)
+
+        packing, wanted = self._made.of((groups, kept, images.device), pack)
         selection = wanted if self.options.cls_only_last_block else None
         x = torch.cat([s.flatten(0, 1) for s in sequences])
         drop = self._drop(draws, packing, x.dtype, selection)
@@ -184,10 +183,7 @@ class VisionTransformer(Backbone):
     def _normed_features(self, x: Tensor, packing: Packing, batches: Sequence[_Batch]) -> Tensor:
         """Apply the final norms to x (rows, d): of all, of CLS tokens, and in training of local crops' CLS tokens."""
         normed: Tensor = self.norm(x)  # of all rows, so that its gradient exists in every pass: ZeRO 3 needs it
-        of_local = self.local_cls_norm if torch.is_grad_enabled() else None
-        if self.cls_norm is None and of_local is None:
-            return normed
-        at = 0
+        of_local, at = self.local_cls_norm if torch.is_grad_enabled() else None, 0
         for name, count in (item for batch in batches for item in batch.sequences.items()):
             norm = of_local if of_local is not None and name == LOCAL else self.cls_norm
             if norm is not None:
@@ -232,7 +228,6 @@ class VisionTransformer(Backbone):
         return tokens if positions is None else tokens + positions
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """The position embedding of a (height, width) grid of patches, (1, n, d); FP32 inside."""
         assert self.pos_embed is not None
         if (height, width) == (self.grid, self.grid):
             return self.pos_embed
@@ -248,23 +243,13 @@ class VisionTransformer(Backbone):
 @dataclass(frozen=True)
 class _Batch:
     """Crops of one size: images (b, c, h, w), mask of hidden patches (b, n) bool or None, kept tokens of each image.
-
-    sequences: number of crops by group; tables: RoPE's, one for each block.
-    """
+    sequences: number of crops by group; tables: RoPE's, one for each block."""
 
     images: Tensor
     mask: Tensor | None
     kept: int
     sequences: Mapping[str, int]
     tables: Sequence[Tensor] = ()
-
-
-def _packings(
-    groups: tuple[tuple[int, int], ...], kept: tuple[int, ...], device: torch.device
-) -> tuple[Packing, Selection | None]:
-    """The packing of sequences, and the selection of `kept` tokens of each, or None if all are kept."""
-    packing = Packing.of(groups, device)
-    return packing, None if kept == tuple(tokens for _, tokens in groups) else packing.first_and_last(kept)
 
 
 def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping[str, int]) -> dict[str, Tensor]:

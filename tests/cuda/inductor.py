@@ -70,8 +70,8 @@ def _believe_in_an_h200() -> None:
     )
 
 
-def code_of(graph: Any, backward: bool, inference: bool = False) -> str:
-    """What Inductor writes for a graph of the host's tensors, once they are on the GPU."""
+def code_of(graph: Any) -> str:
+    """What Inductor writes for a graph of the host's tensors without gradients, once they are on the GPU."""
     import torch._inductor.config as options
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor.compile_fx import compile_fx_inner
@@ -99,15 +99,8 @@ def code_of(graph: Any, backward: bool, inference: bool = False) -> str:
     plain = options.patch(fx_graph_cache=False, profile_bandwidth=True)
     lowered = mock.patch.object(GraphLowering, "compile_to_module", written)
     with plain, lowered, tracing(TracingContext(mode)), contextlib.suppress(_Written):
-        compile_fx_inner(
-            graph,
-            inputs,
-            cudagraphs=False,
-            static_input_idxs=(),
-            is_backward=backward,
-            graph_id=0,
-            is_inference=inference,
-        )
+        how = {"is_backward": False, "graph_id": 0, "is_inference": True}
+        compile_fx_inner(graph, inputs, cudagraphs=False, static_input_idxs=(), **how)
     return found[0]
 
 

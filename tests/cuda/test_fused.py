@@ -25,7 +25,6 @@ from dino_ds.data.multicrop import AugmentationParams, MultiCrop
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.method import dino
 from dino_ds.models import blocks, drop_path, positions, prototypes
-from dino_ds.models import drop_path as residual
 from tests.cuda.inductor import code_of, kernels_in, on_an_h200
 from tests.fake_cuda import CUDA, fake_cuda, needs_fake_cuda
 
@@ -49,14 +48,14 @@ IN_BLOCKS = [
     (positions.write_rotated, (S, N, 3, HEADS, 2, 32), [PIECE] * 3, TABLE, 2, False),
     (positions.write_rotated, (S, N, 2, HEADS, 2, 32), [PIECE] * 2, TABLE, 1, True),
     (positions.write_rotated, (S, 1, 2, HEADS, 2, 32), [(S, 1, HEADS, 64)] * 2, TABLE, 1, True),
-    (residual._sum, TOKENS, TOKENS, (D,), None),
-    (residual._sum, TOKENS, TOKENS, (D,), SCALES),
-    (residual.sum_kept, TOKENS, TOKENS, (D,), SCALES, KEPT),
-    (residual.sum_kept, TOKENS, TOKENS, None, None, KEPT),
-    (residual._gradient, TOKENS, (D,), None, None, torch.float32),
-    (residual._gradient, TOKENS, None, SCALES, KEPT, torch.float32),
-    (residual._gradients, TOKENS, TOKENS, (D,), None, None),
-    (residual._gradients, TOKENS, TOKENS, (D,), SCALES, KEPT),
+    (drop_path._sum, TOKENS, TOKENS, (D,), None),
+    (drop_path._sum, TOKENS, TOKENS, (D,), SCALES),
+    (drop_path.sum_kept, TOKENS, TOKENS, (D,), SCALES, KEPT),
+    (drop_path.sum_kept, TOKENS, TOKENS, None, None, KEPT),
+    (drop_path._gradient, TOKENS, (D,), None, None, torch.float32),
+    (drop_path._gradient, TOKENS, None, SCALES, KEPT, torch.float32),
+    (drop_path._gradients, TOKENS, TOKENS, (D,), None, None),
+    (drop_path._gradients, TOKENS, TOKENS, (D,), SCALES, KEPT),
 ]
 CASES += [(drop_path._write_draws, (24, 10, 640), range(640)), (drop_path._scales_of, (12, 2, 6400), 0.0, 0.1)]
 CASES += IN_BLOCKS
@@ -77,7 +76,7 @@ def test_no_more_kernels_and_bytes_than_are_counted():
 
 def _kernels() -> list[list[tuple[str, int]]]:
     """Name and bytes of the kernels of each case."""
-    return [_kernels_of(function.function, arguments, torch.float32, False) for function, *arguments in CASES]
+    return [_kernels_of(function.function, arguments) for function, *arguments in CASES]
 
 
 def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
@@ -89,43 +88,21 @@ def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
     return make(argument) if isinstance(argument, tuple) else argument
 
 
-def _larger(argument: Any) -> Any:
-    if isinstance(argument, list):
-        return [_larger(one) for one in argument]
-    if isinstance(argument, range):
-        return range(4 * len(argument))
-    twice = {S: 2 * S, N: 2 * N, N - 5: 2 * N - 5, S * N: 4 * S * N}
-    return tuple(twice.get(n, n) for n in argument) if isinstance(argument, tuple) else argument
-
-
-def _kernels_of(
-    function: Callable[..., Any], arguments: Sequence[Any], dtype: torch.dtype, twice: bool
-) -> list[tuple[str, int]]:
-    """twice: those of the program for the second size."""
+def _kernels_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tuple[str, int]]:
     codes: list[str] = []
-    make = functools.partial(torch.empty, dtype=dtype)
 
     def compile_it(graph: Any, _: Any) -> Callable[..., Any]:
-        codes.append(code_of(graph, backward=False, inference=True))
+        codes.append(code_of(graph))
         return graph.forward
 
-    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-        return aot_module_simplified(
-            graph,
-            inputs,
-            fw_compiler=compile_it,
-            inference_compiler=compile_it,
-            decompositions=select_decomp_table(),
-            keep_inference_input_mutations=True,
-        )
-
+    how = {"fw_compiler": compile_it, "inference_compiler": compile_it, "keep_inference_input_mutations": True}
+    backend = functools.partial(aot_module_simplified, decompositions=select_decomp_table(), **how)
     torch._dynamo.reset()
     with FakeTensorMode(), torch.no_grad():
         compiled = torch.compile(function, backend=backend, fullgraph=True)
-        for size in ("first", "second") if twice else ("first",):
-            compiled(*[_made(_larger(one) if size == "second" else one, make) for one in arguments])
-    assert len(codes) == 1 + twice
-    return list(kernels_in(codes[-1]))
+        compiled(*[_made(argument, torch.empty) for argument in arguments])
+    (code,) = codes
+    return list(kernels_in(code))
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.crops import EMA
@@ -26,8 +27,6 @@ from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 
 pytestmark = pytest.mark.slow
-
-
 IMAGES = 64
 
 
@@ -115,34 +114,24 @@ def test_fp32_is_exact_and_the_same_in_every_run():
 ROTARY = {"backbone": "vit_small_plus_patch16_dinov3_qkvb"}
 
 
-@pytest.mark.parametrize(
-    "model, performance, dtype, checkpoint, launches",
-    [
-        ({"drop_path": 0.1}, COPY, torch.float16, 0, 313),
-        ({}, PerformanceOptions(), torch.float32, 0, 274),
-        ({}, PerformanceOptions(teacher_copy=False), torch.bfloat16, 0, 314),
-        ({"drop_path": 0.1, "stochastic_depth": "batched"}, PerformanceOptions(), torch.bfloat16, 0, 376),
-        ({}, PerformanceOptions(), torch.bfloat16, 2, 339),
-        ({}, PerformanceOptions(attention="varlen"), torch.bfloat16, 0, 297),
-        (ROTARY, COPY, torch.bfloat16, 0, 332),
-        (ROTARY | {"rope_rescale": 2.0, "local_cls_norm": True}, COPY, torch.bfloat16, 0, 391),
-    ],
-    ids=[
-        "fp16 drop path",
-        "fp32",
-        "no teacher copy",
-        "batched depth",
-        "checkpointing",
-        "varlen",
-        "rotary",
-        "rotary, changed",
-    ],
-)
-def test_two_blocks_otherwise(
-    model: dict[str, object], performance: PerformanceOptions, dtype: torch.dtype, checkpoint: int, launches: int
-):
+PLAIN, LOW = PerformanceOptions(), torch.bfloat16
+OTHERWISE = {
+    "fp16 drop path": (313, {"drop_path": 0.1}, COPY, torch.float16),
+    "fp32": (274, {}, PLAIN, torch.float32),
+    "no teacher copy": (314, {}, PerformanceOptions(teacher_copy=False), LOW),
+    "batched depth": (376, {"drop_path": 0.1, "stochastic_depth": "batched"}, PLAIN, LOW),
+    "checkpointing": (339, {}, PLAIN, LOW, 2),
+    "varlen": (297, {}, PerformanceOptions(attention="varlen"), LOW),
+    "rotary": (332, ROTARY, COPY, LOW),
+    "rotary, changed": (391, ROTARY | {"rope_rescale": 2.0, "local_cls_norm": True}, COPY, LOW),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_two_blocks_otherwise(case):
+    launches, model, *how = OTHERWISE[case]
     with fake_cuda() as gpu:
-        step(gpu, {"depth": 2} | model, performance, dtype, checkpoint)
+        step(gpu, {"depth": 2} | model, *how)
     gpu.check({})
     total = sum(gpu.parts[part].launches for part in BF16)
     assert total <= launches, "\n".join(f"{part}: {gpu.parts[part]}" for part in BF16)
@@ -168,3 +157,19 @@ def test_what_is_made_of_features():
         nearest(queries, bank, 20)
         raw_pixels(torch.empty(64, 3, 224, 224, device=CUDA))
     gpu.check({})
+
+
+def test_the_fake_gpu_notices_what_a_real_one_would_have_to_wait_for():
+    with fake_cuda() as gpu:
+        x, host = torch.empty(4, 4, device=CUDA), torch.empty(4, 4)
+        with gpu.part("copy"):
+            host.to(CUDA)
+        with gpu.part("mix"), pytest.raises(RuntimeError):
+            x + host
+        with gpu.part("read"), pytest.raises(DataDependentOutputException):
+            float(x.sum())
+        with gpu.part("mask"), pytest.raises(Exception, match="nonzero"):
+            x[x > 0]
+    assert {problem.split(":")[0] for problem in gpu.problems} == {"copy", "mix", "read", "mask"}
+    with pytest.raises(AssertionError, match="copy: _to_copy between host and device"):
+        gpu.check({})

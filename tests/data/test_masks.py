@@ -20,7 +20,7 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import DevicePrefetcher, Loader
 from dino_ds.data.multicrop import MaskOptions, MultiCrop, add_block, draw_mask, with_rows
 from tests.data.test_loader import CROPS, START, Noise
-from tests.reference_v2 import golden_v2, golden_v2_meta
+from tests.reference import golden_v2, golden_v2_meta
 
 RECORDED = golden_v2_meta()["masks"]
 DRAWS = 3000

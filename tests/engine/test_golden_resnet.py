@@ -21,8 +21,7 @@ from dino_ds.method.networks import optimizer_options
 from dino_ds.method.step import TrainingStep
 from tests.engine.harness import ds_config
 from tests.ranks import run_on_ranks
-from tests.reference import by_group, copied
-from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta
+from tests.reference import by_group, copied, from_reference_v2, golden_v2, golden_v2_meta
 from tests.sample import sampled
 
 pytestmark = pytest.mark.numerical

@@ -35,8 +35,7 @@ from tests.engine.harness import (
 from tests.engine.test_partition import TWIN
 from tests.engine.test_state import Memory
 from tests.ranks import run_on_ranks
-from tests.reference import dino_network
-from tests.reference_v2 import golden_v2_meta, our_name
+from tests.reference import dino_network, golden_v2_meta, our_name
 
 BATCH = 8
 LAYERS = OptimizerOptions(layer_decay=0.8, patch_embed_lr=0.2)

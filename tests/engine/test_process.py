@@ -78,7 +78,7 @@ class _Stop(Exception):
 
 
 def _cudnn(precision: str, **sections: object) -> tuple[bool, bool]:
-    stop = mock.patch.object(build, "find_teacher", side_effect=_Stop)
+    stop = mock.patch.object(build.frozen, "find_teacher", side_effect=_Stop)
     with torch.backends.cudnn.flags(benchmark=False, allow_tf32=True), stop:
         with pytest.raises(_Stop):
             build.build_step(cnn_recipe(RESNET), ds_config(1, precision, 4, **sections), 10)

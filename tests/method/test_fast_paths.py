@@ -62,22 +62,24 @@ def test_what_fails_or_differs_is_left_out_and_said(compared):
 
 
 def test_what_has_passed_is_compared_again_only_for_another_card_run_or_version(compared, monkeypatch):
-    settle(_case())
+    case = _case()
+    settle(case)
     compared.clear()
-    settle(_case())
+    settle(case)
     assert compared == ["raises", "differs", "is NaN"]
     for of, name, value in ((torch.cuda, "get_device_name", str), (fast_paths, "hash_code", lambda: "edited")):
         with monkeypatch.context() as patch:
             patch.setattr(of, name, value)
             compared.clear()
-            settle(_case())
+            settle(case)
             assert "right" in compared
     compared.clear()
-    settle(_case(**OTHER))
+    other = _case(**OTHER)
+    settle(other)
     assert "right" in compared
-    _case().proof(fast_paths.EVERY).touch()
+    case.proof(fast_paths.EVERY).touch()
     compared.clear()
-    assert not settle(_case(**OTHER)).notes and not compared
+    assert not settle(other).notes and not compared
 
 
 def test_nothing_is_compared_without_a_gpu_or_with_fast_paths_false(compared):

@@ -1,4 +1,5 @@
-"""Options that make our ViT faster change no results, with learned and rotary positions and hidden patches."""
+"""Options that make our ViT faster change no results, with learned and rotary positions and hidden patches; features
+of all crops are those of each group."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from torch import nn
 
 from dino_ds.basics.ranges import rehearsal
 from dino_ds.basics.seeds import sample_keys
-from dino_ds.models import attention
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import step_key
 from dino_ds.models.fused import fuse_as_in_training, listen_to_kernels
@@ -49,16 +49,20 @@ def _model(arch, **options):
     return vit.double()
 
 
-def _crops():
+def _crops(**sizes):
     generator = torch.Generator().manual_seed(2)
-    sizes = {"global": (2, 32), "local": (3, 16)}
+    sizes = sizes or {"global": (2, 32), "local": (3, 16)}
     return {n: [torch.randn(5, 3, s, s, generator=generator).double() for _ in range(v)] for n, (v, s) in sizes.items()}
 
 
-def _run(vit, patches=("global",), step=3):
+def _masks(share=0.4):
+    return {"global": torch.rand(10, 16, generator=torch.Generator().manual_seed(3)) < share}
+
+
+def _run(vit, patches=("global",)):
     """Features and gradients by name; the step decides on masks, coordinates and which crops skip a block."""
-    masks = {"global": torch.rand(10, 16, generator=torch.Generator().manual_seed(step)) < 0.4} if patches else {}
-    found = vit(_crops(), sample_keys(0, step, torch.arange(5)), patches, masks, step_key(0, step))
+    masks = _masks() if patches else {}
+    found = vit(_crops(), sample_keys(0, 3, torch.arange(5)), patches, masks, step_key(0, 3))
     sum((t * torch.linspace(-1, 1, t.numel()).double().view_as(t)).sum() for t in found.values()).backward()
     return {name: t.detach() for name, t in found.items()} | {n: p.grad for n, p in vit.named_parameters()}
 
@@ -139,6 +143,30 @@ def test_batched_stochastic_depth_equals_masks_over_all_sequences(arch, monkeypa
     _assert_equal(_run(_model(arch, stochastic_depth="batched")), _run(_model(arch)))
 
 
+@pytest.mark.parametrize("patches", [("global",), ("large",), ("global", "local", "large")])
+def test_features_by_name_are_those_of_each_group_alone(patches):
+    """This holds where two groups of one size lie side by side, of which one is masked or asked for."""
+    crops = _crops(local=(3, 16), large=(1, 32), **{"global": (2, 32)})
+    model = _model("learned")
+    together = model(crops, None, patches, _masks())
+    assert together.keys() == {CLS, *(f"patches/{name}" for name in patches)}
+    cls = dict(zip(crops, together[CLS].split([15, 5, 10]), strict=True))
+    for name, group in crops.items():
+        alone = model({name: group}, None, (name,), {n: m for n, m in _masks().items() if n == name})
+        torch.testing.assert_close(cls[name], alone[CLS], rtol=0, atol=1e-10)
+        if name in patches:
+            torch.testing.assert_close(together[f"patches/{name}"], alone[f"patches/{name}"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("masks", [{}, _masks(share=0.0)], ids=["no masks", "nothing hidden"])
+def test_the_mask_token_always_has_a_gradient(masks):
+    """Exactly zero where nothing is hidden: weight decay reaches it, and no ZeRO stage repeats an old one."""
+    model = _model("plain")
+    found = model(_crops(), sample_keys(0, 0, torch.arange(5)), ("global",), masks)
+    sum(t.square().sum() for t in found.values()).backward()
+    assert torch.equal(model.mask_token.grad, torch.zeros(1, 32).double())
+
+
 def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch):
     """Features may be of any number of images; a teacher, a copy of a named network, sees those of training."""
     model, seen = _model("rotary"), []
@@ -169,23 +197,12 @@ def test_frozen_scales_are_fused_too():
     _assert_equal(*found)
 
 
-@pytest.fixture
-def without_cudnn():
-    """The state in which `build_step` leaves torch."""
-    attention.leave_out_cudnn_attention()
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-def test_cudnn_attention_does_not_run(without_cudnn):
-    """Its gradients were NaN for one query on an H200."""
-    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_query_has_gradients_on_a_gpu(dtype, without_cudnn):
-    """Very negative logits of the one query give no NaN."""
+def test_one_query_has_gradients_on_a_gpu(dtype, request):
+    """Very negative logits of the one query give no NaN without cuDNN, as `build_step` leaves torch."""
+    request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(True))
+    torch.backends.cuda.enable_cudnn_sdp(False)
     q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (1, 197, 197))
     torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v))

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from dino_ds.basics.ranges import rehearsal
 from dino_ds.method.dino import SinkhornKnopp
 from dino_ds.method.ema import _low_precision_copy
 from dino_ds.models import fused as fused_module
 from dino_ds.models import prototypes
-from dino_ds.models import prototypes as factored
-from dino_ds.models.fused import Fused, fuse_as_in_training, fuses, listen_to_kernels, uncompiled
+from dino_ds.models.fused import fuse_as_in_training, fuses, listen_to_kernels, uncompiled
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Comparison, Logits, Prototypes
 from dino_ds.models.specs.backbones import VITS
@@ -60,35 +55,11 @@ def _compared(case: str, learned_lengths: bool, free: bool, frozen: bool) -> lis
 def test_fused_is_the_same(case: str, kind: tuple[bool, bool, bool], tile: int, monkeypatch: pytest.MonkeyPatch):
     """FP32 sums in another order: some ten roundings of numbers up to 10."""
     expected = _compared(case, *kind)
-    monkeypatch.setitem(factored._TILE, "fused", tile * 4 * K)
+    monkeypatch.setitem(prototypes._TILE, "fused", tile * 4 * K)
     with rehearsal("cuda"):
         found = _compared(case, *kind)
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_compiled_is_the_same_by_few_programs(monkeypatch: pytest.MonkeyPatch):
-    """One program for the first number of images, one for all others; traced as on a GPU, by a CPU's operators."""
-
-    @functools.cache
-    def traced(fused: Fused) -> Callable[..., object]:
-        return torch.compile(fused.function, backend="aot_eager")
-
-    monkeypatch.setattr(Fused, "_compiled", property(traced))
-    torch._dynamo.reset()
-    expected, found = [], []
-    for images in (9, 7, 8, 5):
-        monkeypatch.setattr(sys.modules[__name__], "IMAGES", images)
-        monkeypatch.setattr(prototypes, "fuses", lambda of: False)
-        expected.append(_compared("dino", True, False, False))
-        monkeypatch.setattr(prototypes, "fuses", lambda of: True)
-        monkeypatch.setitem(factored._TILE, "fused", 20 * 4 * K)
-        before = counters["stats"]["unique_graphs"]
-        found.append(_compared("dino", True, False, False))
-    assert counters["stats"]["unique_graphs"] == before  # the last one made none
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [(7, 30), (0, 5), (1,)])
@@ -104,7 +75,7 @@ def test_fused_sinkhorn_is_the_same(rows: tuple[int, ...], monkeypatch: pytest.M
         for n in rows
     ]
     expected = SinkhornKnopp().shift(window, 0.05)
-    monkeypatch.setitem(factored._TILE, "fused", 11 * 4 * K)
+    monkeypatch.setitem(prototypes._TILE, "fused", 11 * 4 * K)
     with rehearsal("cuda"):
         found = SinkhornKnopp().shift(window, 0.05)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-4)

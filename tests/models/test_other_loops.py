@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dino_ds.engine.distributed import GatherRows
-from dino_ds.method.coding_rate import _SumOverRanks
 from dino_ds.method.gram import tiled_gram_loss
+from dino_ds.method.spread import _SumOverRanks
 from dino_ds.models import attention, batch_norm, blocks, drop_path, network, positions
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import Kept
@@ -39,11 +39,13 @@ INVERSE = torch.tensor([0, -1, 1, -1, -1, 2], dtype=torch.int32)
 TABLES = tuple(torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(i)) for i in range(2))
 
 
+_TRACED = property(functools.cache(lambda fused: torch.compile(fused.function, backend="aot_eager")))
+
+
 @pytest.fixture(autouse=True)
 def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU fuses is traced as there; a CPU's operators compute what Inductor's kernels would."""
-    traced = functools.cache(lambda fused: torch.compile(fused.function, backend="aot_eager"))
-    monkeypatch.setattr(Fused, "_compiled", property(traced))
+    monkeypatch.setattr(Fused, "_compiled", _TRACED)
 
 
 def _tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -105,7 +107,7 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
     ),
     "rows and the rest": (lambda x: blocks._gather(x, ROWS), lambda x: (x.index_select(0, ROWS), x + 0), ((6, 8),)),
     "kept rows added": (
-        lambda x, branch: drop_path._add_kept(x, branch, _kept(x)),
+        lambda x, branch: drop_path.add_branch(x, branch, None, _kept(x)),
         lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
     ),
     "fused sum": (
@@ -140,23 +142,21 @@ LOW = {"autocast": 2e-2, "autocast of the forward alone": 2e-2, "bf16": 4e-2, "f
 MODES = ("plain", "autocast", "autocast of the forward alone", "bf16", "fp16", "recomputed", "recomputed in autocast")
 
 
-def _run(function: Function, given: list[Tensor], mode: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients as a loop of that kind has them."""
+def _run(function: Function, given: Sequence[Tensor], mode: str, *of: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and the gradients of what is given, or of the tensors `of`, as a loop of that kind has them."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode, torch.float32)
     given = [tensor.to(dtype, copy=True).requires_grad_() for tensor in given]
-    low, whole = "autocast" in mode, mode == "autocast"
-    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in mode):
         out = checkpoint(function, *given, use_reentrant=False) if "recomputed" in mode else function(*given)
         outs = [out] if isinstance(out, Tensor) else list(out)
         loss = sum((o.float() * _tokens(*o.shape, seed=3)).sum() for o in outs)
         assert isinstance(loss, Tensor)
-        if whole:
+        if mode == "autocast":
             loss.backward()
-    if not whole:
+    if mode != "autocast":
         loss.backward()
-    return [o.detach().float() for o in outs], [
-        t.grad.float() if t.grad is not None else t.new_zeros(()) for t in given
-    ]
+    gradients = [torch.zeros(()) if t.grad is None else t.grad.float() for t in of or given]
+    return [o.detach().float() for o in outs], gradients
 
 
 def _close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
@@ -195,18 +195,8 @@ def _vit(name: str) -> VisionTransformer:
 
 def _gradients(vit: nn.Module, mode: str) -> list[Tensor]:
     """Features and the gradients of all parameters, as a loop of that kind has them."""
-    whole, images = mode == "autocast", IMAGES.to(next(vit.parameters()).dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in mode):
-        if "recomputed" in mode:
-            out = checkpoint(lambda x: vit({"a": [x]})[CLS], images, use_reentrant=False)
-        else:
-            out = vit({"a": [images]})[CLS]
-        loss = (out.float() * _tokens(*out.shape, seed=5)).sum()
-        if whole:
-            loss.backward()
-    if not whole:
-        loss.backward()
-    return [out.detach().float(), *(p.grad.float() for p in vit.parameters() if p.grad is not None)]
+    outputs, gradients = _run(lambda x: vit({"a": [x]})[CLS], [IMAGES], mode, *vit.parameters())
+    return [*outputs, *gradients]
 
 
 LOOPS = [*MODES, "deepcopy", "compiled"]
@@ -237,7 +227,7 @@ def _on_rank(rank_mode: str) -> list[Tensor]:
     vit = DistributedDataParallel(_vit("rotary"))
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in rank_mode):
         features = vit({"a": [IMAGES[2 * rank : 2 * rank + 2]]})[CLS]
-    (features.float() * _tokens(4, 32, seed=5)[2 * rank : 2 * rank + 2]).sum().backward()
+    (features.float() * _tokens(4, 32, seed=3)[2 * rank : 2 * rank + 2]).sum().backward()
     return [p.grad for part in (model, vit) for p in part.parameters() if p.grad is not None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,37 +12,28 @@ import torch.nn.functional as F
 from torch import nn
 
 from dino_ds.basics.seeds import sample_keys
+from dino_ds.models import positions
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import CLS, init_weights_in_pieces, patches_of
-from dino_ds.models.blocks import PatchEmbed
-from dino_ds.models.drop_path import drop_path_draws, drop_path_scales
-from dino_ds.models.positions import resize_positions
+from dino_ds.models.blocks import PatchProjection
+from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, step_key
+from dino_ds.models.packing import Packing
+from dino_ds.models.positions import RopeTables, resize_positions
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.load import architecture_of
-from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
+from tests.reference import from_reference_v2, golden_v2, golden_v2_meta, our_name
 
 pytestmark = pytest.mark.numerical
 
 
 NAMES = [
-    "vit_tiny_patch16_224",
-    "vit_small_patch16_224",
-    "vit_base_patch16_224",
-    "vit_large_patch16_224",
-    "vit_small_patch14_dinov2",
-    "vit_small_patch14_reg4_dinov2",
-    "vit_giant_patch14_reg4_dinov2",
-    "vit_huge_patch16_224",
-    "vit_7b_patch16_reg4",
-    "vit_tiny_patch16_dinov3_qkvb",
-    *(
-        f"vit_{size}_patch16_dinov3{kind}"
-        for size in ("small", "small_plus", "base", "large", "huge_plus")
-        for kind in ("", "_qkvb")
-    ),
-    "vit_7b_patch16_dinov3",
+    *(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large", "huge")),
+    *(f"vit_{kind}_dinov2" for kind in ("small_patch14", "small_patch14_reg4", "giant_patch14_reg4")),
+    *("vit_7b_patch16_reg4", "vit_tiny_patch16_dinov3_qkvb", "vit_7b_patch16_dinov3"),
+    *(f"vit_{size}_patch16_dinov3" for size in ("small", "small_plus", "base", "large", "huge_plus")),
+    *(f"vit_{size}_patch16_dinov3_qkvb" for size in ("small", "small_plus", "base", "large", "huge_plus")),
 ]
 
 
@@ -66,9 +57,9 @@ CELLS = [
 @pytest.mark.parametrize(("name", "changes"), CELLS)
 def test_equals_timm_forward_and_gradient(name, changes):
     """Two blocks of each kind, or as a recipe has them: parameters, tokens, gradients; FP32, other kernels: 1e-4."""
-    arch = dataclasses.replace(VITS.get(name, VITS["vit_small_patch16_dinov3"]), depth=2, **changes)
+    arch = replace(VITS.get(name, VITS["vit_small_patch16_dinov3"]), depth=2, **changes)
     if arch.width > 2000:
-        arch = dataclasses.replace(arch, width=256, heads=4)
+        arch = replace(arch, width=256, heads=4)
     size = 4 * arch.patch_size
     torch.manual_seed(0)
     timm_name, arguments = arch.timm_model(name)
@@ -94,12 +85,12 @@ def test_equals_timm_forward_and_gradient(name, changes):
 
 def test_initial_weights():
     """Tokens deviate by 0.02 (to 1 %), mask token and biases are zeros, LayerScale as given; in pieces as whole."""
-    arch = dataclasses.replace(VITS["vit_small_plus_patch16_dinov3_qkvb"], width=4096, depth=0, heads=64, patch_size=1)
+    arch = replace(VITS["vit_small_plus_patch16_dinov3_qkvb"], width=4096, depth=0, heads=64, patch_size=1)
     vit = VisionTransformer(arch, 2, BackboneOptions(mask_token=True))
     for tokens in (vit.cls_token, vit.reg_token):
         assert float(tokens.detach().std()) == pytest.approx(0.02, rel=0.05)
     assert not vit.mask_token.any()
-    narrow = dataclasses.replace(arch, width=48, depth=2, heads=3, patch_size=4, local_cls_norm=True)
+    narrow = replace(arch, width=48, depth=2, heads=3, patch_size=4, local_cls_norm=True)
     torch.manual_seed(0)
     whole = VisionTransformer(narrow, 8, BackboneOptions(mask_token=True))
     with torch.device("meta"):
@@ -136,37 +127,104 @@ def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height,
 def test_patches_are_embedded_as_by_a_convolution(channels, side, size):
     """Values and gradients are equal in double precision; 60 pixels are 4 patches of 14, and the rest is left out."""
     torch.manual_seed(0)
-    embed, images = PatchEmbed(channels, side, 32).double(), torch.randn(2, channels, *size, dtype=torch.float64)
-    conv = embed.proj
+    conv = PatchProjection(channels, 32, side, side).double()
+    images = torch.randn(2, channels, *size, dtype=torch.float64)
     theirs = F.conv2d(images, conv.weight, conv.bias, stride=side).flatten(2).transpose(1, 2)
-    ours = embed(images)
+    ours = conv(images)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), tuple(conv.parameters())) for out in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
-def _scales(keys, views, blocks, last_rate):
-    return drop_path_scales(drop_path_draws(keys, views, blocks), (0.0, last_rate))
-
-
 class TestStochasticDepth:
-    def test_rates_grow_linearly_and_keep_the_mean(self):
-        rates = [0.0, 0.15, 0.3, 0.45]
-        scales = _scales(sample_keys(0, 0, torch.arange(4000)), 4, 4, 0.45)
+    @pytest.mark.parametrize("first", [0.0, 0.45])
+    def test_rates_grow_linearly_or_are_one_and_keep_the_mean(self, first):
+        scales = drop_path_scales(drop_path_draws(sample_keys(0, 0, torch.arange(4000)), 4, 4), (first, 0.45))
         dropped = (scales == 0).double().mean(dim=(1, 2))
         # 32,000 decisions a block: three standard errors are below 0.009.
-        torch.testing.assert_close(dropped, torch.tensor(rates).double(), atol=0.009, rtol=0)
+        torch.testing.assert_close(dropped, torch.linspace(first, 0.45, 4).double(), atol=0.009, rtol=0)
         torch.testing.assert_close(scales.mean(dim=(1, 2)), torch.ones(4), atol=0.03, rtol=0)
 
     def test_blocks_branches_views_epochs_and_seeds_differ(self):
-        base = _scales(sample_keys(0, 0, torch.arange(256)), 2, 3, 0.5)[1:] != 0
+        def dropped(keys):
+            return drop_path_scales(drop_path_draws(keys, 2, 3), (0.0, 0.5))[1:] != 0
+
+        base = dropped(sample_keys(0, 0, torch.arange(256)))
         flat = base.view(2 * 2 * 2, 256)[4:]
         for i in range(4):
             for j in range(i):
                 assert 0.3 < (flat[i] == flat[j]).double().mean() < 0.7
         for keys in (sample_keys(1, 0, torch.arange(256)), sample_keys(0, 1, torch.arange(256))):
-            other = _scales(keys, 2, 3, 0.5)[1:] != 0
+            other = dropped(keys)
             assert 0.4 < (other[1] == base[1]).double().mean() < 0.6
+
+    def test_a_batched_rate_is_kept_exactly(self):
+        draws = drop_path_draws(sample_keys(0, 0, torch.arange(4000)), 4, 3)
+        kept = kept_sequences(draws, (0.25, 0.25), Packing.of([(8000, 1), (8000, 2)], CPU))
+        assert {branch.packing.groups for block in kept for branch in block} == {((6000, 1), (6000, 2))}
+
+
+CPU, _CHANGED = torch.device("cpu"), {"rope_rescale": 2.0}
+
+
+def test_factors_of_stretched_coordinates():
+    """4,000 draws against the reference's as many: four standard errors are 4.5 % of the range at the median."""
+    recorded, levels = golden_v2_meta()["rope"]["rescale_coords=2"]["log_quantiles"], (0.05, 0.25, 0.5, 0.75, 0.95)
+    logarithms = positions.stretches(positions._draws(step_key(0, 7), 1, 4000, CPU)[0], 2.0).log()
+    assert logarithms.shape == (4000, 1) and logarithms.abs().max() <= math.log(2) + 1e-6
+    found = torch.quantile(logarithms[:, 0].double(), torch.tensor(levels, dtype=torch.float64)).tolist()
+    assert found == pytest.approx(recorded[1:-1], abs=0.045 * 2 * math.log(2))
+
+
+def test_each_block_and_size_has_its_own_table_in_each_step():
+    tables = RopeTables(ViTSpec(4, 48, 2, 3, rope="separate"), BackboneOptions(**_CHANGED))
+    made = [tables.of([(8, 8), (8, 8)], CPU, step_key(seed, step)) for seed, step in ((0, 0), (0, 1), (1, 0))]
+    flat = [table for sizes in made for blocks in sizes for table in blocks]
+    assert len(flat) == 12
+    assert not any(torch.equal(flat[i], flat[j]) for i in range(12) for j in range(i))
+    again = tables.of([(8, 8), (8, 8)], CPU, step_key(0, 0))
+    assert all(torch.equal(a, b) for x, y in zip(again, made[0], strict=True) for a, b in zip(x, y, strict=True))
+
+
+_ARCH = ViTSpec(
+    4, 32, 3, 2, layer_scale=0.5, registers=2, swiglu=True, mlp_ratio=5.0, norm_eps=1e-5, rope="separate",
+    local_cls_norm=True,
+)  # fmt: skip
+
+
+def _model(**options):
+    torch.manual_seed(1)
+    vit = VisionTransformer(_ARCH, 24, BackboneOptions(**options))
+    for parameter in vit.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # so much that attention is far from uniform
+    return vit
+
+
+def test_stretched_coordinates_change_the_features_of_training_alone():
+    changed, plain, images = _model(**_CHANGED), _model(), {"global": [torch.randn(2, 3, 24, 24)]}
+    moved, still = (vit(images, step_key=step_key(0, 3))[CLS] for vit in (changed, plain))
+    assert (moved - still).abs().max() > 1e-3
+    assert torch.equal(changed(images)[CLS], plain(images)[CLS])
+
+
+@pytest.mark.parametrize("size", [(24, 24), (12, 20), (36, 8)])
+def test_attention_and_tokens_of_any_size(size):
+    """Attention is the softmax of rotated queries and keys: its product with the values gives the block's output."""
+    vit = _model()
+    images = torch.randn(2, 3, *size)
+    patches = size[0] * size[1] // 16
+    weights = vit.last_attention(images)
+    assert weights.shape == (2, 2, 3 + patches, 3 + patches)
+    torch.testing.assert_close(vit.last_attention(images, cls_only=True), weights[:, :, :1])
+    torch.testing.assert_close(vit.tokens(images)[:, 0], vit.features(images), rtol=1e-5, atol=1e-5)
+    inputs, outputs = [], []
+    attention = vit.blocks[-1].attn
+    attention.qkv.register_forward_hook(lambda module, x, out: inputs.append(out[0].detach().clone()))
+    attention.proj.register_forward_hook(lambda module, x, out: outputs.append(x[0].detach()))
+    vit.tokens(images)
+    values = inputs[0].view(2, 3 + patches, 3, 2, 16)[:, :, 2].transpose(1, 2)
+    mixed = (weights @ values).transpose(1, 2).flatten(2).flatten(0, 1)
+    torch.testing.assert_close(mixed, outputs[0], rtol=1e-4, atol=1e-5)
 
 
 _NARROW = ViTSpec(4, 48, 1, 3, layer_scale=1e-5, rope="separate")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dino_ds.config import loading, stages
 from dino_ds.errors import ConfigError
-from dino_ds.method.preserve import PreserveTerm
+from dino_ds.method.frozen import PreserveTerm
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import ReportOptions

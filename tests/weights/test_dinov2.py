@@ -25,7 +25,7 @@ from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
-from tests.reference_v2 import from_reference_v2, golden_v2
+from tests.reference import from_reference_v2, golden_v2
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
 from tests.weights.originals import Original, assert_same, images

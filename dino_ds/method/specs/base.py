@@ -70,11 +70,9 @@ class StepImages:
 
 @dataclass(frozen=True)
 class TermSpec:
-    """A loss term in plain numbers: `name` is its key in metrics, schedules, the log and plots.
-
-    A term is a subclass with fields of its own and a `build`. The fields of a user's term come from the recipe, next to
-    `spec` and `weight` (docs/flow.md); those of ours from keys objective.NAME_FIELD next to objective.NAME_weight.
-    """
+    """A loss term in plain numbers: `name` is its key in metrics, schedules, the log and plots. A term is a subclass
+    with fields of its own and a `build`. The fields of a user's term come from the recipe, next to `spec` and `weight`
+    (docs/flow.md); those of ours from keys objective.NAME_FIELD next to objective.NAME_weight."""
 
     name: str
     weight: Ramp
@@ -134,10 +132,8 @@ class TermSpec:
 
 @dataclass(frozen=True)
 class TeacherSpec:
-    """A teacher in plain numbers: `name` is its key in metrics, schedules and checkpoints.
-
-    `sees`: names of the crop groups that the teacher sees, besides `own_group`.
-    """
+    """A teacher in plain numbers: `name` is its key in metrics, schedules and checkpoints. `sees`: names of the crop
+    groups that the teacher sees, besides `own_group`."""
 
     name: str
     sees: tuple[str, ...] = (GLOBAL,)

@@ -5,14 +5,14 @@ Source of Gram anchoring: DINOv3, section 4 (arXiv 2508.10104); facebookresearch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from dino_ds.config.crops import EMA, FROZEN, GLOBAL, CropGroup, Resolution
 from dino_ds.config.fields import Length, Ramp
-from dino_ds.config.model import SNAPSHOT, GramSection
-from dino_ds.config.sections import CropsSection, HeadSection, side_problems
+from dino_ds.config.model import SNAPSHOT
+from dino_ds.config.sections import HeadSection, side_problems
 from dino_ds.engine.schedules import Replacements, cosine_schedule
 from dino_ds.method.specs.base import RecipeSections, StepImages, TeacherSpec, TermSpec
 
@@ -23,36 +23,39 @@ ONE = Ramp(1.0)
 
 
 @dataclass(frozen=True)
-class CenteringSpec:
-    """How a teacher's logits become targets: by Sinkhorn-Knopp, or by a softmax after their running mean is subtracted.
-    Checkpoints hold the mean as `name`."""
-
-    sinkhorn: bool
-    momentum: float
-    name: str
-
-
-@dataclass(frozen=True)
 class PrototypeSpec(TermSpec):
-    """A cross-entropy over prototypes: the name and sizes of its head, and the teacher whose logits become targets."""
+    """A cross-entropy over prototypes: the name and sizes of its head, and the teacher whose logits become targets: by
+    Sinkhorn-Knopp, or by a softmax after their running mean is subtracted, which checkpoints hold as `center`."""
 
     head: tuple[str, HeadSection]
-    centering: CenteringSpec
+    sinkhorn: bool
+    center_momentum: float
     student_temp: float
     teacher: str = EMA
+
+    center: ClassVar[str]
+
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
+        how = recipe.objective
+        if regresses_features(recipe):
+            return FeatureSpec(name, weight, patches=cls is IbotSpec)
+        own_head = cls is IbotSpec and how.ibot_head == "own"
+        head = (IBOT_HEAD, recipe.ibot_head) if own_head else (HEAD, recipe.head)
+        local: dict[str, Any] = {"local_weight": how.dino_local_weight} if cls is DinoSpec else {}
+        values = how.centering == "sinkhorn", how.center_momentum, how.student_temp, recipe.teacher.taught_by
+        return cls(name, weight, head, *values, **local)
 
     @property
     def heads(self) -> Mapping[str, HeadSection]:
         return dict([self.head])
 
     def needs_images_together(self, step: StepImages) -> int | None:
-        return step.total if self.centering.sinkhorn else None
+        return step.total if self.sinkhorn else None
 
     def accumulated(self, step: StepImages) -> tuple[list[str], list[str]]:
-        if not self.centering.sinkhorn:
-            return [], []
         held = f"{step.accumulation} micro-batches are held at once"
-        return [f"targets are balanced over all {step.total} images of a step; {held}"], []
+        return [f"targets are balanced over all {step.total} images of a step; {held}"] if self.sinkhorn else [], []
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class DinoSpec(PrototypeSpec):
     local_weight: Ramp = ONE
 
     label: ClassVar[str] = "Loss of DINO"
+    center: ClassVar[str] = "center"
 
     @property
     def weighs_local(self) -> bool:
@@ -71,39 +75,19 @@ class DinoSpec(PrototypeSpec):
     def scheduled(self) -> Mapping[str, Ramp]:
         return {LOCAL_WEIGHT: self.local_weight}
 
-    @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
-        objective, teacher = recipe.objective, recipe.teacher.taught_by
-        if regresses_features(recipe):
-            return FeatureSpec(name, weight, patches=False)
-        centering = CenteringSpec(objective.centering == "sinkhorn", objective.center_momentum, "center")
-        head, local_weight = (HEAD, recipe.head), objective.dino_local_weight
-        return DinoSpec(name, weight, head, centering, objective.student_temp, teacher, local_weight)
-
 
 @dataclass(frozen=True)
 class IbotSpec(PrototypeSpec):
     """The iBOT loss: for each hidden patch the student predicts what the teacher sees there."""
 
     label: ClassVar[str] = "Masked patches (iBOT)"
-
-    @classmethod
-    def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
-        objective, teacher = recipe.objective, recipe.teacher.taught_by
-        if regresses_features(recipe):
-            return FeatureSpec(name, weight, patches=True)
-        head = (IBOT_HEAD, recipe.ibot_head) if objective.ibot_head == "own" else (HEAD, recipe.head)
-        centering = CenteringSpec(objective.centering == "sinkhorn", objective.center_momentum, "ibot_center")
-        return IbotSpec(name, weight, head, centering, objective.student_temp, teacher)
+    center: ClassVar[str] = "ibot_center"
 
     def problems(self, recipe: RecipeSections) -> list[str]:
-        problems = []
-        if recipe.crops.mask == "none":
-            problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
         name, head = self.head
-        if head.batch_norm:
-            problems.append(f"{name}.batch_norm true: a rank may have no masked patches to average: leave it out")
-        return problems
+        unmasked = "objective.ibot_weight needs masked patches: set crops.mask dinov2"
+        normed = f"{name}.batch_norm true: a rank may have no masked patches to average: leave it out"
+        return [unmasked] * (recipe.crops.mask == "none") + [normed] * head.batch_norm
 
 
 @dataclass(frozen=True)
@@ -162,23 +146,28 @@ class GramSpec(TermSpec):
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
-        gram = recipe.gram
-        teacher = EMA if gram.teacher == EMA else GRAM
-        return GramSpec(name, weight, teacher, gram.start)
+        return GramSpec(name, weight, EMA if recipe.gram.teacher == EMA else GRAM, recipe.gram.start)
 
     def problems(self, recipe: RecipeSections) -> list[str]:
-        if self.teacher != EMA:
-            return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
-        unseen = "gram.teacher ema in a distillation: the EMA teacher sees no crops then"
-        return [] if recipe.teacher.taught_by == EMA else [f"{unseen}; take snapshot, a run or weights"]
+        gram, side, patch = recipe.gram, recipe.crops.global_size, recipe.model.side_multiple
+        if self.teacher == EMA:
+            unseen = "gram.teacher ema in a distillation: the EMA teacher sees no crops then"
+            return [] if recipe.teacher.taught_by == EMA else [f"{unseen}; take snapshot, a run or weights"]
+        if gram.crop_size is None:
+            return []
+        size = f"gram.crop_size {gram.crop_size}"
+        if not side <= gram.crop_size <= 2 * side:
+            return [f"{size} must be 1 to 2 times crops.global_size {side}: {side} to {2 * side}, or none"]
+        if gram.crop_size % patch and (gram.teacher == SNAPSHOT or gram.refresh_every.value):
+            below = gram.crop_size // patch * patch
+            return [f"{size} is not a multiple of the patch size {patch}: use {below} or {below + patch}"]
+        return []
 
 
 @dataclass(frozen=True)
 class GramTeacherSpec(TeacherSpec):
-    """Gram anchoring's teacher, if it is not the EMA teacher itself.
-
-    source: "snapshot", or the file of its weights; refreshed: the EMA teacher's weights replace them at intervals.
-    """
+    """Gram anchoring's teacher, if it is not the EMA teacher itself. source: "snapshot", or the file of its weights;
+    refreshed: the EMA teacher's weights replace them at intervals."""
 
     source: str = SNAPSHOT
     refreshed: bool = False
@@ -196,9 +185,8 @@ class GramTeacherSpec(TeacherSpec):
         """The crops of `first` in another size and without colors (DINOv3)."""
         if resolution.gram_size is None:
             return None
-        size, seen = resolution.gram_size, (self.name,)
-        group = replace(first, name=GRAM, size=size, teachers=seen, like=first.name)
-        return replace(group, student=False, masked=False, augmented=False)
+        alike = replace(first, name=GRAM, size=resolution.gram_size, teachers=(self.name,), like=first.name)
+        return replace(alike, student=False, masked=False, augmented=False)
 
     def replaced_after(self, recipe: RecipeSections, epoch_steps: int) -> Replacements:
         gram, batch = recipe.gram, recipe.data.global_batch
@@ -220,38 +208,22 @@ class GramTeacherSpec(TeacherSpec):
 
     @staticmethod
     def problems(recipe: RecipeSections) -> list[str]:
-        several, model = recipe.resolutions if recipe.crops.resolutions else (), recipe.model
-        sides = [(f"crops.resolutions {step}: Gram size", step.gram_size) for step in several if step.gram_size]
-        problems = _size_problems(several, recipe.gram.own_crop_size)
-        return problems + side_problems(sides, model.backbone, model.side_multiple)
-
-
-def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:
-    """The first problem of a resolution: a Gram size without Gram crops, none with them, or one out of range."""
-    for resolution in several:
-        name, size = f"crops.resolutions {resolution}", resolution.gram_size
-        if size and not gram_size:
-            why = "has a Gram size, and Gram anchoring has no crops of its own here"
-            return [f"{name} {why}: set gram.weight and gram.crop_size, or leave out the third number"]
-        if gram_size and not size:
-            why = f"has no Gram size, and gram.crop_size is {gram_size}"
-            return [f"{name} {why}: write GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"]
-        if size and not resolution.global_size <= size <= 2 * resolution.global_size:
-            return [f"{name}: Gram size {size} must be 1 to 2 times the global size {resolution.global_size}"]
-    return []
-
-
-def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
-    """Problems of the Gram teacher's crops; the student's crops have sides that are multiples of `patch`."""
-    size, side = gram.crop_size, crops.global_size
-    if size is None:
-        return []
-    if not side <= size <= 2 * side:
-        return [f"gram.crop_size {size} must be 1 to 2 times crops.global_size {side}: {side} to {2 * side}, or none"]
-    if size % patch and (gram.teacher == SNAPSHOT or gram.refresh_every.value):
-        fitting = " or ".join(str(s) for s in (size // patch * patch, size // patch * patch + patch))
-        return [f"gram.crop_size {size} is not a multiple of the patch size {patch}: use {fitting}"]
-    return []
+        """The first resolution with a Gram size and no Gram crops, with none for them, or with one out of range; Gram
+        sizes that are no multiples of the patch size."""
+        several, gram_size = recipe.resolutions if recipe.crops.resolutions else (), recipe.gram.own_crop_size
+        sizes = [(f"crops.resolutions {step}", step.gram_size, step.global_size) for step in several]
+        problems = []
+        for name, size, side in sizes:
+            if size and not gram_size:
+                why = "has a Gram size, and Gram anchoring has no crops of its own here"
+                problems.append(f"{name} {why}: set gram.weight and gram.crop_size, or leave out the third number")
+            elif gram_size and not size:
+                why = f"has no Gram size, and gram.crop_size is {gram_size}"
+                problems.append(f"{name} {why}: write GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none")
+            elif size and not side <= size <= 2 * side:
+                problems.append(f"{name}: Gram size {size} must be 1 to 2 times the global size {side}")
+        sides = [(f"{name}: Gram size", size) for name, size, _ in sizes if size]
+        return problems[:1] + side_problems(sides, recipe.model.backbone, recipe.model.side_multiple)
 
 
 PRESERVE, START = "preserve", "start"
@@ -275,10 +247,7 @@ class StartSpec(TeacherSpec):
     """The teacher with the weights of model.init_from, which never change."""
 
     label: ClassVar[str] = "frozen start"
-
-    @property
-    def of_file(self) -> bool:
-        return True
+    of_file = True
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
@@ -294,9 +263,7 @@ def regresses_features(recipe: RecipeSections) -> bool:
 class FrozenSpec(TeacherSpec):
     """The teacher of a distillation, whose weights never change."""
 
-    @property
-    def of_file(self) -> bool:
-        return True
+    of_file = True
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
@@ -319,10 +286,6 @@ class FeatureSpec(TermSpec):
     @property
     def title(self) -> str:
         return f"Distillation of {'patches' if self.patches else 'CLS features'}"
-
-    @property
-    def group(self) -> str:
-        return GLOBAL
 
 
 @dataclass(frozen=True)

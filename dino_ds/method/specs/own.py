@@ -45,32 +45,7 @@ from dino_ds.method.specs.ours import (
 )
 
 TERMS, TEACHERS = "objective.terms", "teacher.others"
-
-
-def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
-    """Problems of the JSON of TERMS or TEACHERS, found without importing anything; `taken`: names of our own."""
-    problems = []
-    for name, values in json.loads(text).items():
-        subject = f"{key} {name}"
-        if not re.fullmatch("[a-z][a-z0-9_]*", name):
-            problems.append(f"{subject}: a name has small letters, digits and _ alone: it becomes that of metrics")
-        elif name in taken:
-            problems.append(f"{subject}: the name is one of ours ({', '.join(sorted(taken))}): take another")
-        elif not isinstance(values, dict):
-            problems.append(f'{subject}: {values!r} are not its values, such as {{"spec": "my_code:MySpec"}}')
-        elif "name" in values:
-            problems.append(f"{subject}: name {values['name']!r} is a second one: its key names it already")
-        elif key == TEACHERS and name == "teacher":
-            problems.append(
-                f"{subject}: teacher_momentum of metrics is the teacher's that is exported: take another name"
-            )
-        elif key == TERMS and "spec" not in values:
-            problems.append(f"{subject} has no spec: add its class as module:Class")
-        elif "spec" in values and not _names_class(values["spec"]):
-            problems.append(f"{subject}: spec {values['spec']!r} names no class: write module:Class")
-        elif key == TERMS and "weight" not in values:
-            problems.append(f"{subject} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
-    return problems
+_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def code_of(recipe: RecipeSections) -> list[tuple[str, str]]:
@@ -81,16 +56,11 @@ def code_of(recipe: RecipeSections) -> list[tuple[str, str]]:
     return [(key, path) for key, path in pairs if ":" in path]
 
 
-def _names_class(spec: object) -> bool:
-    return isinstance(spec, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec) is not None
-
-
 @functools.cache
 def own_terms(text: str) -> list[TermSpec]:
     """The specs that the JSON of TERMS describes, without terms of weight 0. Raises ConfigError."""
     specs: list[TermSpec] = []
     for name, values in json.loads(text).items():
-        values = dict(values)
         key, path = f"{TERMS} {name}", str(values.pop("spec"))
         try:
             weight = parse_ramp(values.pop("weight"))
@@ -106,7 +76,6 @@ def own_teachers(text: str) -> list[TeacherSpec]:
     """The specs that the JSON of TEACHERS describes. Raises ConfigError."""
     specs: list[TeacherSpec] = []
     for name, values in json.loads(text).items():
-        values = dict(values)
         key, path = f"{TEACHERS} {name}", values.pop("spec", None)
         spec: TeacherSpec = _made(key, path or EmaSpec, TeacherSpec, {"name": name, **values})
         if unknown := set(spec.sees) - {GLOBAL, LOCAL}:
@@ -237,10 +206,33 @@ def term_problems(recipe: RecipeSections) -> list[str]:
 
 
 def name_problems(recipe: RecipeSections) -> list[str]:
-    """A line for each term and teacher of the user whose keys are wrong or missing, or whose name is one of ours."""
+    """A line for each term and teacher of the user whose keys are wrong or missing, or whose name is one of ours; no
+    code is imported."""
     weights = {key.removesuffix("_weight") for key in ObjectiveSection.model_fields if key.endswith("_weight")}
-    problems = own_problems(TERMS, recipe.objective.terms, weights | _TERMS.keys())
-    return problems + own_problems(TEACHERS, recipe.teacher.others, _TEACHERS.keys())
+    terms, others = recipe.objective.terms, recipe.teacher.others
+    parts = [(TERMS, weights | _TERMS.keys(), *pair) for pair in json.loads(terms).items()]
+    parts += [(TEACHERS, {*_TEACHERS}, *pair) for pair in json.loads(others).items()]
+    problems = []
+    for key, taken, name, values in parts:
+        subject = f"{key} {name}"
+        if not re.fullmatch("[a-z][a-z0-9_]*", name):
+            problems.append(f"{subject}: a name has small letters, digits and _ alone: it becomes that of metrics")
+        elif name in taken:
+            problems.append(f"{subject}: the name is one of ours ({', '.join(sorted(taken))}): take another")
+        elif not isinstance(values, dict):
+            problems.append(f'{subject}: {values!r} are not its values, such as {{"spec": "my_code:MySpec"}}')
+        elif "name" in values:
+            problems.append(f"{subject}: name {values['name']!r} is a second one: its key names it already")
+        elif key == TEACHERS and name == "teacher":
+            said = "teacher_momentum of metrics is the teacher's that is exported: take another name"
+            problems.append(f"{subject}: {said}")
+        elif key == TERMS and "spec" not in values:
+            problems.append(f"{subject} has no spec: add its class as module:Class")
+        elif "spec" in values and not _CLASS.fullmatch(str(values["spec"])):
+            problems.append(f"{subject}: spec {values['spec']!r} names no class: write module:Class")
+        elif key == TERMS and "weight" not in values:
+            problems.append(f"{subject} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
+    return problems
 
 
 def check_images_together(recipe: RecipeSections, step: StepImages) -> None:

@@ -22,20 +22,14 @@ _LEARNED = _OBEYS | {"pos_embed_interpolation"}
 _ROTARY = _OBEYS | {"local_cls_norm", "rope_rescale"}
 FROM_SOURCE = "from_source"
 """Value of model.backbone: the architecture of the weights of model.init_from, which the command line looks up."""
-_DINOV2 = {
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-}
+_DINOV2 = {"small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """The part of a backbone that is trained; heads always are.
-
-    kind: "all", "last N blocks", "norms_and_biases" or "lora": adapters of `rank`, scaled by `alpha` / `rank`,
-    in the linear layers named `layers`, or in all linear layers if that is empty.
-    """
+    """The part of a backbone that is trained; heads always are. kind: "all", "last N blocks", "norms_and_biases" or
+    "lora": adapters of `rank`, scaled by `alpha` / `rank`, in the linear layers named `layers`, or in all linear layers
+    if that is empty."""
 
     kind: str = ALL
     rank: int = 8
@@ -84,6 +78,8 @@ class ViTSpec(BackboneSpec):
     """
 
     told_by_tensors: ClassVar[bool] = True
+    title = "Vision Transformer"
+    timm_layers: ClassVar[dict[str, Any]] = {"first_conv": "patch_embed.proj", "classifier": "head"}
     patch_size: int
     width: int
     depth: int
@@ -109,10 +105,6 @@ class ViTSpec(BackboneSpec):
         return _LEARNED if self.rope is None else _ROTARY
 
     @property
-    def title(self) -> str:
-        return "Vision Transformer"
-
-    @property
     def sizes(self) -> str:
         return f"patch {self.patch_size}, width {self.width}, depth {self.depth}, {self.heads} heads"
 
@@ -123,10 +115,8 @@ class ViTSpec(BackboneSpec):
             return f"width {self.width} is not a multiple of heads {self.heads}"
         if self.rope is None or head_width % 4 == 0:
             return ""
-        return (
-            f"width {self.width} of {self.heads} heads is {head_width} each, and rotary positions need a multiple of "
-            "4: change model.width or model.heads"
-        )
+        each = f"width {self.width} of {self.heads} heads is {head_width} each"
+        return f"{each}, and rotary positions need a multiple of 4: change model.width or model.heads"
 
     @property
     def stride(self) -> int:
@@ -145,18 +135,9 @@ class ViTSpec(BackboneSpec):
     def attention(self, side: int) -> tuple[int, int, int]:
         return self.heads, self.width // self.heads, self.tokens(side)
 
-    @property
-    def timm_layers(self) -> dict[str, Any]:
-        return {"first_conv": "patch_embed.proj", "classifier": "head"}
-
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
-        arguments: dict[str, Any] = {
-            "patch_size": self.patch_size,
-            "embed_dim": self.width,
-            "depth": self.depth,
-            "num_heads": self.heads,
-            "in_chans": self.in_chans,
-        }
+        arguments: dict[str, Any] = {"patch_size": self.patch_size, "embed_dim": self.width, "depth": self.depth}
+        arguments |= {"num_heads": self.heads, "in_chans": self.in_chans}
         size = {} if image_size is None else {"img_size": image_size}
         if self.rope is not None:
             known = self._timm_eva(name)
@@ -232,13 +213,7 @@ VITS: dict[str, ViTSpec] = {
     # DINOv3's 7B (timm's vit_7b_patch16_dinov3) in width, depth, heads, MLP (8192) and registers. Not its weights:
     # positions are learned here and rotary there, and its queries, keys and values have no bias.
     "vit_7b_patch16_reg4": replace(
-        _GIANT,
-        patch_size=16,
-        width=4096,
-        heads=32,
-        mlp_ratio=4.0,
-        registers=4,
-        timm="vit_giant_patch14_reg4_dinov2",
+        _GIANT, patch_size=16, width=4096, heads=32, mlp_ratio=4.0, registers=4, timm="vit_giant_patch14_reg4_dinov2"
     ),
     "vit_tiny_patch16_dinov3_qkvb": replace(_DINOV3, width=192, heads=3, qkv_bias=True),
     **{
@@ -254,10 +229,8 @@ BACKBONES: dict[str, BackboneSpec] = {**VITS}
 
 
 def backbone_spec(name: str) -> BackboneSpec:
-    """The spec of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS.
-
-    Raises ValueError with the nearest names for anything else.
-    """
+    """The spec of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS. Raises
+    ValueError with the nearest names for anything else."""
     if name in BACKBONES:
         return BACKBONES[name]
     from dino_ds.models.specs.foreign import foreign_spec

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class BackboneSpec:
-    """Description of a backbone without building it: the base of a frozen dataclass of plain numbers.
-
-    One class for each kind of backbone. The rest of the program never asks which kind it has: it asks the questions
-    below, whose answers here are those of a network without special features. `dino_ds.models.foreign` knows the kind's
-    class. `obeys` names the options of a recipe's section `model` and of a ds config's section `dino_ds` that change
-    the network; `told_by_tensors`: whether names and shapes of its tensors identify it.
-    """
+    """Description of a backbone without building it: the base of a frozen dataclass of plain numbers. One class for
+    each kind of backbone. The rest of the program never asks which kind it has: it asks the questions below, whose
+    answers here are those of a network without special features. `dino_ds.models.foreign` knows the kind's class.
+    `obeys` names the options of a recipe's section `model` and of a ds config's section `dino_ds` that change the
+    network; `told_by_tensors`: whether names and shapes of its tensors identify it."""
 
     told_by_tensors: ClassVar[bool] = False
 
@@ -80,9 +78,7 @@ class BackboneSpec:
 
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
         """Name and arguments by which timm.create_model builds this backbone, called `name` here; None if it can't.
-
-        image_size: side of the native images in pixels, or None for timm's own.
-        """
+        image_size: side of the native images in pixels, or None for timm's own."""
         return None
 
     @property
@@ -94,11 +90,9 @@ class BackboneSpec:
 @dataclass(frozen=True)
 class BackboneOptions:
     """Options that a recipe and a ds config give to a backbone; `attention` to `cls_only_last_block` change speed only.
-
     Most have the names of options in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: a learned
     token replaces hidden patches; `packed` False runs one pass per size; `cls_only_last_block` False computes the last
-    block for all tokens; `channels_last` None turns this layout on for GPUs, whose tensor cores need it.
-    """
+    block for all tokens; `channels_last` None turns this layout on for GPUs, whose tensor cores need it."""
 
     drop_path: float = 0.0
     drop_path_growth: str = "linear"

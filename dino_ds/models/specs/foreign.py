@@ -37,27 +37,17 @@ _NOT_ARGUMENTS = (
 """Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
 
 
-def has_batch_norm(network: nn.Module) -> bool:
-    """Whether the network has BatchNorm of any project (a subclass of torch's)."""
-    from torch import nn
-
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-
-
 def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
-    """Why `network`, on the meta device, can't be trained, or "". `features` computes its features (b, d).
-
-    Under ZeRO a parameter without a gradient keeps an old gradient or is waited for forever; random numbers that are
-    not a function of the image differ in the recomputation of a segment and after a resume.
-    """
+    """Why `network`, on the meta device, can't be trained, or "". `features` computes its features (b, d). Under ZeRO a
+    parameter without a gradient keeps an old gradient or is waited for forever; random numbers that are not a function
+    of the image differ in the recomputation of a segment and after a resume."""
     import torch
     from timm.layers import DropPath
     from torch.utils._python_dispatch import TorchDispatchMode
 
     if unusable := _why_unusable(network):
         return unusable
-    drawn: list[str] = []
-    before = _unsaved(network)
+    drawn, before = list[str](), _unsaved(network)
 
     class Draws(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +92,6 @@ def _unsaved(network: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _why_unusable(network: nn.Module) -> str:
-    """Why the engine can't train a tensor of the network, or ""."""
     import torch
 
     for name, module in network.named_modules():
@@ -116,57 +105,37 @@ def _why_unusable(network: nn.Module) -> str:
     return "" if any(True for _ in network.parameters()) else "it has no parameters"
 
 
+def _fact(name: str) -> Any:
+    """A property of `ForeignSpec` whose value is known once the network is built."""
+    return property(lambda spec: getattr(facts_of(spec), name))
+
+
 @dataclass(frozen=True)
 class ForeignSpec(BackboneSpec):
-    """A backbone by `name`: timm's name, or a user's MODULE:CLASS; `arguments`: a JSON object of keyword arguments.
-
-    A user's class is called with `in_chans` and these arguments; its module maps images (b, c, h, w) to features (b,
-    d), or to a map of features (b, d, rows, columns), whose mean is then the feature of the image.
-    """
+    """A backbone by `name`: timm's name, or a user's MODULE:CLASS; `arguments`: a JSON object of keyword arguments. A
+    user's class is called with `in_chans` and these arguments; its module maps images (b, c, h, w) to features (b, d),
+    or to a map of features (b, d, rows, columns), whose mean is then the feature of the image."""
 
     name: str
     in_chans: int = 3
     arguments: str = "{}"
 
-    @property
-    def obeys(self) -> frozenset[str]:
-        return frozenset({"arguments", "in_chans", "drop_path", "sync_batch_norm", "channels_last"})
+    obeys = frozenset({"arguments", "in_chans", "drop_path", "sync_batch_norm", "channels_last"})
+    side_multiple = 1
+    width, patch_width, stride = _fact("width"), _fact("patch_width"), _fact("stride")
+    has_batch_norm, timm_layers = _fact("has_batch_norm"), _fact("timm_layers")
 
     @property
     def title(self) -> str:
         return self.name
 
     @property
-    def stride(self) -> int:
-        return facts_of(self).stride
-
-    @property
-    def side_multiple(self) -> int:
-        return 1
-
-    @property
-    def width(self) -> int:
-        return facts_of(self).width
-
-    @property
-    def patch_width(self) -> int:
-        return facts_of(self).patch_width
-
-    @property
     def depth(self) -> int:
         return len(facts_of(self).segments)
 
     @property
-    def has_batch_norm(self) -> bool:
-        return facts_of(self).has_batch_norm
-
-    @property
     def is_timm(self) -> bool:
         return ":" not in self.name
-
-    @property
-    def timm_layers(self) -> dict[str, Any]:
-        return facts_of(self).timm_layers
 
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
         return (self.name, _timm_arguments(self, image_size)) if self.is_timm else None
@@ -174,18 +143,16 @@ class ForeignSpec(BackboneSpec):
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """Facts about a foreign network, which are known once it is built.
-
-    `width`, `patch_width`, `stride`, `timm_layers`: as the spec's; `segments`: the names of the modules that are
-    compiled and recomputed one by one, in order; `accepts`: the arguments by which timm's models take an image size,
-    any size and stochastic depth; `untrainable`: why it can't be trained, or "".
-    """
+    """Facts about a foreign network, which are known once it is built. `width`, `patch_width`, `stride`, `timm_layers`:
+    as the spec's; `segments`: the names of the modules that are compiled and recomputed one by one, in order;
+    `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth; `untrainable`:
+    why it can't be trained, or ""."""
 
     width: int
     patch_width: int
     stride: int
     segments: tuple[str, ...]
-    accepts: frozenset[str]
+    accepts: set[str]
     has_batch_norm: bool
     timm_layers: dict[str, Any]
     untrainable: str
@@ -195,59 +162,50 @@ class NetworkFacts:
 def facts_of(spec: ForeignSpec) -> NetworkFacts:
     """Build the network on the meta device and return its facts. Raises ConfigError if it gives no features."""
     import torch
+    from torch import nn
 
     with torch.device("meta"), torch.no_grad():
         network = create(spec).eval()
-        accepts = frozenset(inspect.signature(type(network).__init__).parameters)
-        names = (*_ANY_SIZE, "img_size", "drop_path_rate")
-        known = frozenset(name for name in (names if spec.is_timm else names[-1:]) if name in accepts)
-        problems = []
-        stated = getattr(network, "pretrained_cfg", {})
+        known = {*SIZE_ARGUMENTS, "drop_path_rate"} if spec.is_timm else {"drop_path_rate"}
+        problems, stated = [], getattr(network, "pretrained_cfg", {})
         native = stated.get("input_size", (0, 0, 0))[1]
         for side in [*_PROBES, *([native] if native not in (0, *_PROBES) else [])]:
             images = torch.zeros(2, spec.in_chans, side, side)
             try:
-                maps = features_of(network, images)
+                image, patches = features_of(network, images)
                 break
             except Exception as error:  # whatever a foreign network raises
                 problems.append(one_line(error))
         else:
             raise ConfigError(f"model.backbone {spec.name} gives no features of images: {problems[0]}")
-        image, patches = maps
-        stride = 1 if patches is None else -(-side // patches.shape[1])
         return NetworkFacts(
             width=image.shape[1],
             patch_width=0 if patches is None else patches.shape[-1],
-            stride=stride,
+            stride=1 if patches is None else -(-side // patches.shape[1]),
             segments=_segments(network),
-            accepts=known,
-            has_batch_norm=has_batch_norm(network),
+            accepts=known & inspect.signature(type(network).__init__).parameters.keys(),
+            has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()),
             timm_layers={key: stated.get(key) for key in ("first_conv", "classifier")},
             untrainable=why_untrainable(network, lambda: features_of(network, images)[0]),
         )
 
 
 def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
-    """Create a network, initialized by its class, on torch's current default device.
-
-    image_size: native side in pixels, or None for the model's own. Raises ConfigError if it can't be built.
-    """
+    """Create a network, initialized by its class, on torch's current default device. image_size: native side in pixels,
+    or None for the model's own. Raises ConfigError if it can't be built."""
     arguments = json.loads(spec.arguments)
     if drop_path:
         if "drop_path_rate" not in facts_of(spec).accepts:
-            raise ConfigError(
-                f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth (no argument drop_path_rate); set "
-                "model.drop_path 0"
-            )
+            none = f"{spec.name} has no stochastic depth (no argument drop_path_rate)"
+            raise ConfigError(f"model.drop_path {drop_path:g}: {none}; set model.drop_path 0")
         arguments["drop_path_rate"] = drop_path
     if not spec.is_timm:
         return _create_own(spec, arguments)
     import timm
 
     if refused := arguments.keys() & set(_NOT_ARGUMENTS):
-        raise ConfigError(
-            f"model.arguments may not have {min(refused)}: channels are model.in_chans, weights model.init_from"
-        )
+        where = "channels are model.in_chans, weights model.init_from"
+        raise ConfigError(f"model.arguments may not have {min(refused)}: {where}")
     arguments |= _timm_arguments(spec, image_size)
     try:
         network: nn.Module = timm.create_model(spec.name, pretrained=False, num_classes=0, **arguments)
@@ -259,42 +217,35 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
 
 def _timm_arguments(spec: ForeignSpec, image_size: int | None) -> dict[str, Any]:
     """Arguments by which timm.create_model builds the model for images of `image_size` pixels, or its native size."""
-    sizes: dict[str, Any] = {}
-    if image_size is not None:
-        accepts = facts_of(spec).accepts
-        sizes = {key: value for key, value in {"img_size": image_size, **_ANY_SIZE}.items() if key in accepts}
-    return sizes | json.loads(spec.arguments) | {"in_chans": spec.in_chans}
+    accepts = facts_of(spec).accepts if image_size is not None else set()
+    sizes = {key: value for key, value in {"img_size": image_size, **_ANY_SIZE}.items() if key in accepts}
+    return {**sizes, **json.loads(spec.arguments), "in_chans": spec.in_chans}
 
 
 def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
-    """Build the class MODULE:CLASS, found as `python -m` would, from the current folder too.
-
-    Raises ConfigError, also if it is not a class of modules: nothing else is ever called.
-    """
+    """Build the class MODULE:CLASS, found as `python -m` would, from the current folder too. Raises ConfigError, also
+    if it is not a class of modules: nothing else is ever called."""
     from torch import nn
     from torch.nn.parameter import is_lazy
 
     def is_network(candidate: object) -> bool:
         return isinstance(candidate, type) and issubclass(candidate, nn.Module)
 
+    backbone = f"model.backbone {spec.name}"
     network_class = find_own("model.backbone", spec.name, "torch.nn.Module", is_network)
     try:
         network: nn.Module = network_class(in_chans=spec.in_chans, **arguments)
     except Exception as error:  # whatever a user's class raises
-        raise ConfigError(
-            f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
-            f"{spec.arguments}: {type(error).__name__}: {one_line(error)}"
-        ) from None
+        call = f"in_chans={spec.in_chans} and model.arguments {spec.arguments}"
+        raise ConfigError(f"{backbone} can't be made with {call}: {type(error).__name__}: {one_line(error)}") from None
     if any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers())):
-        raise ConfigError(f"model.backbone {spec.name} has lazy layers (nn.LazyConv2d ...): give them their sizes")
+        raise ConfigError(f"{backbone} has lazy layers (nn.LazyConv2d ...): give them their sizes")
     return network
 
 
 def features_of(network: Any, images: Any) -> tuple[Any, Any]:
-    """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None.
-
-    timm's networks compute them by forward_features and forward_head. Raises ConfigError for outputs of other shapes.
-    """
+    """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None. timm's networks
+    compute them by forward_features and forward_head. Raises ConfigError for outputs of other shapes."""
     if hasattr(network, "forward_features") and hasattr(network, "forward_head"):
         maps = network.forward_features(images)
         image = network.forward_head(maps, pre_logits=True)

@@ -33,8 +33,7 @@ from dino_ds.engine.muon import on_amd, products_of_torch
 from dino_ds.engine.process import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import fitting_levers
-from dino_ds.method.dino import dino_loss
-from dino_ds.method.ibot import ibot_loss
+from dino_ds.method.dino import dino_loss, ibot_loss
 from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
 from dino_ds.options.commands import BenchLadderOptions, BenchStepOptions
 from dino_ds.options.definition import Result

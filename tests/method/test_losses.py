@@ -1,31 +1,31 @@
-"""DINO against the paper's double loop; it, iBOT, KoLeo, Gram and centering against facebookresearch's.
+"""DINO against the paper's double loop; it, iBOT, KoLeo, Gram and centering against facebookresearch's; the coding rate
+and the regression of features against their formulas.
 
 FP32 on both sides, sums in another order: probabilities and losses to 1e-6 of the largest, gradients to 2e-6.
 """
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from dino_ds.config.crops import EMA
+from dino_ds.config.fields import Ramp
 from dino_ds.engine import distributed
 from dino_ds.method import gram
-from dino_ds.method.dino import DINO, DinoTerm, RunningCenter, SinkhornKnopp, dino_loss
+from dino_ds.method.dino import DINO, DinoTerm, IbotTerm, RunningCenter, SinkhornKnopp, dino_loss, ibot_loss
+from dino_ds.method.frozen import FeatureTerm
 from dino_ds.method.gram import GramTerm, gram_loss, tiled_gram_loss
-from dino_ds.method.ibot import IbotTerm, ibot_loss
-from dino_ds.method.koleo import KoLeoTerm
 from dino_ds.method.objective import RunningMean
-from dino_ds.method.specs.ours import IBOT
+from dino_ds.method.specs.ours import IBOT, CodingRateSpec
+from dino_ds.method.spread import CodingRateTerm, KoLeoTerm
 from dino_ds.models import prototypes
-from dino_ds.models import prototypes as factored
-from dino_ds.models.prototypes import Comparison, Logits, Prototypes
+from dino_ds.models.prototypes import Comparison, DinoHead, Logits, Prototypes
 from tests.ranks import run_on_ranks
-from tests.reference import as_logits, compare
-from tests.reference_v2 import golden_v2, golden_v2_meta
+from tests.reference import as_logits, compare, golden_v2, golden_v2_meta
 
 pytestmark = pytest.mark.numerical
 
@@ -55,7 +55,7 @@ class TestSinkhorn:
     @pytest.mark.parametrize("parts", [(), (1, 5)])
     def test_equals_the_reference_s(self, monkeypatch, rows, name, temperature, iterations, parts):
         """Also of a window of unequal micro-batches, and in tiles of five rows."""
-        monkeypatch.setitem(factored._TILE, "cpu", 5 * 96 * 4)
+        monkeypatch.setitem(prototypes._TILE, "cpu", 5 * 96 * 4)
         recorded = golden_v2("sinkhorn")
         logits = list(recorded[f"{rows}.logits"].tensor_split(parts))
         _close(_targets(logits, temperature, iterations), recorded[name])
@@ -184,48 +184,41 @@ def test_koleo_equals_the_reference_s():
     _close(features.grad, torch.cat((recorded["crop0.grad"], recorded["crop1.grad"])), part=1e-4)
 
 
-class TestTiles:
-    """The loss of a head against the plain form that holds all logits."""
-
-    def _head(self, lengths):
-        torch.manual_seed(0)
-        learned = lengths is True
-        head = Prototypes(8, 33, learned, free=lengths == "free")
-        if learned:
-            torch.nn.init.uniform_(head.lengths, 0.5, 2.0)
-        return head
-
-    @pytest.mark.parametrize("tile", [1, 11, 1000])
-    @pytest.mark.parametrize(
-        ("crops", "seen", "own", "weighted", "learned"),
-        [
-            (4, 2, True, False, False),
-            (2, 2, True, False, True),
-            (3, 2, False, True, False),
-            (1, 1, False, True, True),
-            (4, 2, True, True, "free"),
-        ],
-    )
-    def test_loss_and_gradients(self, monkeypatch, tile, crops, seen, own, weighted, learned):
-        monkeypatch.setitem(factored._TILE, "cpu", tile * 33 * 4)
-        monkeypatch.setitem(prototypes._BLOCK, "cpu", tile + 3)
-        monkeypatch.setattr(factored, "_CPU_BLOCK", tile + 3)
-        head, images = self._head(learned), 7
-        z = torch.randn(crops * images, 8, requires_grad=True)
-        teacher = Prototypes(8, 33)(torch.randn(seen * images, 8))
-        weights = torch.rand(images) if weighted else None
-        how = Comparison(Logits(*(t.detach() for t in teacher[:3])), torch.randn(33), 0.07, 0.1, seen, own, weights)
-        compared = head(z, how)
-        (3 * compared.loss).backward()
-        ours = [z.grad, *(p.grad for p in head.parameters())]
-        z.grad = None
-        head.zero_grad()
-        expected, entropy = _plain(z, head, how)
-        (3 * expected).backward()
-        _close(compared.loss, expected)
-        _close(compared.entropy, entropy)
-        for mine, theirs in zip(ours, [z.grad, *(p.grad for p in head.parameters())], strict=True):
-            _close(mine, theirs)
+@pytest.mark.parametrize("tile", [1, 11, 1000])
+@pytest.mark.parametrize(
+    ("crops", "seen", "own", "weighted", "learned"),
+    [
+        (4, 2, True, False, False),
+        (2, 2, True, False, True),
+        (3, 2, False, True, False),
+        (1, 1, False, True, True),
+        (4, 2, True, True, "free"),
+    ],
+)
+def test_tiles_of_a_head_s_loss(monkeypatch, tile, crops, seen, own, weighted, learned):
+    """Against the plain form that holds all logits."""
+    monkeypatch.setitem(prototypes._TILE, "cpu", tile * 33 * 4)
+    monkeypatch.setitem(prototypes._BLOCK, "cpu", tile + 3)
+    monkeypatch.setattr(prototypes, "_CPU_BLOCK", tile + 3)
+    torch.manual_seed(0)
+    head, images = Prototypes(8, 33, learned is True, free=learned == "free"), 7
+    if learned is True:
+        torch.nn.init.uniform_(head.lengths, 0.5, 2.0)
+    z = torch.randn(crops * images, 8, requires_grad=True)
+    teacher = Prototypes(8, 33)(torch.randn(seen * images, 8))
+    weights = torch.rand(images) if weighted else None
+    how = Comparison(Logits(*(t.detach() for t in teacher[:3])), torch.randn(33), 0.07, 0.1, seen, own, weights)
+    compared = head(z, how)
+    (3 * compared.loss).backward()
+    ours = [z.grad, *(p.grad for p in head.parameters())]
+    z.grad = None
+    head.zero_grad()
+    expected, entropy = _plain(z, head, how)
+    (3 * expected).backward()
+    _close(compared.loss, expected)
+    _close(compared.entropy, entropy)
+    for mine, theirs in zip(ours, [z.grad, *(p.grad for p in head.parameters())], strict=True):
+        _close(mine, theirs)
 
 
 def _plain(z, head, how):
@@ -242,50 +235,40 @@ def _plain(z, head, how):
     return total / (len(pairs) * targets.shape[1]), entropy
 
 
-class TestCenter:
-    def test_a_step_without_rows_leaves_it(self):
-        center = RunningMean(7, momentum=0.9)
-        center.load(torch.ones(7))
-        center.commit(center.pending())
-        assert torch.equal(center.value, torch.ones(7))
-
-    def test_half_precision_sums_do_not_overflow(self):
-        center = RunningMean(1, momentum=0.0)
-        for _ in range(3):
-            center.gather(torch.full((60000, 1), 2.0, dtype=torch.float16))
-        center.commit(center.pending())
-        assert center.value.item() == 2.0
+def test_fp32_under_autocast():
+    """Logits, loss and the products in them; but the head knows that they come of a low precision."""
+    head, how = DinoHead(12, 20, 8, 15, 3), Comparison(as_logits(torch.randn(6, 15)), torch.randn(15), 0.5, 0.1)
+    assert not head(torch.randn(6, 12)).low
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = head(torch.randn(6, 12))
+        assert logits.low and {t.dtype for t in logits[:3]} == {torch.float32}
+        assert logits.multiply(logits.rows, torch.empty(6, 15)).dtype == logits.sum().dtype == torch.float32
+        compared = head(torch.randn(6, 12), how)
+        assert compared.loss.dtype == compared.entropy.dtype == torch.float32
 
 
-PIECES = [1, 5 * 16 * 4, 20 * 16 * 4, 2**20]
-"""Bytes of the similarities made at a time: of 1, 5 and 20 patches (an image has 16), and all."""
+def test_a_step_without_rows_leaves_the_center():
+    center = RunningMean(7, momentum=0.9)
+    center.load(torch.ones(7))
+    center.commit(center.pending())
+    assert torch.equal(center.value, torch.ones(7))
 
 
-_gram_close = functools.partial(_close, part=2e-6)
-
-
-def _term(student, teacher):
-    """Loss and gradient of the term for the patches of two images."""
-    term = GramTerm("gram", "gram")
-    schedule = SimpleNamespace(weights={"gram": 1.0})
-    (targets,) = term.targets([{"gram": {"patches/gram": teacher}}], [{}], schedule)
-    student = student.clone().requires_grad_()
+@pytest.mark.parametrize("piece", [1, 5 * 16 * 4, 20 * 16 * 4, 2**20])
+def test_gram_equals_the_reference_s(monkeypatch, piece):
+    """piece: bytes of the similarities made at a time: of 1, 5 and 20 patches (an image has 16), and all."""
+    monkeypatch.setitem(gram._PIECE, "cpu", piece)
+    recorded, term, schedule = golden_v2("gram"), GramTerm("gram", "gram"), SimpleNamespace(weights={"gram": 1.0})
+    (targets,) = term.targets([{"gram": {"patches/gram": recorded["teacher_high"]}}], [{}], schedule)
+    student = recorded["student"].clone().requires_grad_()
     loss, scalars = term.loss({"patches/global": student}, targets, schedule)
     assert not scalars
     (3 * loss).backward()
-    return loss, student.grad / 3
+    _close(loss, recorded["recipe.loss"], part=2e-6)
+    _close(student.grad / 3, recorded["recipe.grad"], part=2e-6)
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_loss_and_gradient_are_the_reference_s(monkeypatch, piece):
-    monkeypatch.setitem(gram._PIECE, "cpu", piece)
-    recorded = golden_v2("gram")
-    loss, grad = _term(recorded["student"], recorded["teacher_high"])
-    _gram_close(loss, recorded["recipe.loss"])
-    _gram_close(grad, recorded["recipe.grad"])
-
-
-def test_of_another_width_and_many_images_in_pieces(monkeypatch):
+def test_gram_of_another_width_and_many_images_in_pieces(monkeypatch):
     """Against the plain form, differentiated by torch; patches of bf16 are compared in FP32."""
     monkeypatch.setitem(gram._PIECE, "cpu", 3 * 25 * 25 * 4)
     torch.manual_seed(0)
@@ -295,5 +278,92 @@ def test_of_another_width_and_many_images_in_pieces(monkeypatch):
     plain = student.detach().float().requires_grad_()
     expected = gram_loss(plain, teacher)
     expected.backward()
-    _gram_close(loss, expected)
-    _gram_close(student.grad.float(), plain.grad, part=4e-3)  # rounded to bf16
+    _close(loss, expected, part=2e-6)
+    _close(student.grad.float(), plain.grad, part=4e-3)  # rounded to bf16
+
+
+IMAGES, WIDTH, CROPS = 12, 8, 4
+
+
+def _coding_rate(images: slice):
+    """The loss of some of the images, and its gradient at the student's outputs (crops, images, width)."""
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(CROPS, IMAGES, WIDTH, generator=generator)[:, images].clone().requires_grad_()
+    teacher = torch.randn(2, IMAGES, WIDTH, generator=generator)[:, images]
+    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, EMA), 2)
+    (targets,) = term.targets([{EMA: {"rate": teacher.flatten(0, 1)}}], [{}], None)
+    loss = term.loss({"rate": student.flatten(0, 1)}, targets, None).loss
+    loss.backward()
+    return loss.detach(), student.grad, student.detach(), teacher
+
+
+def test_the_coding_rate_is_the_formula_of_the_paper():
+    """Pairs one by one, and the determinant by eigenvalues in FP64; FP32 rounds at 1e-7."""
+    loss, _, student, teacher = _coding_rate(slice(None))
+    s, t = F.normalize(student.double(), dim=-1), F.normalize(teacher.double(), dim=-1)
+    cosines = [(s[v] * t[g]).sum(dim=1).mean() for v in range(CROPS) for g in range(2) if v != g]
+    rates = []
+    for rows in s[:2]:
+        matrix = torch.eye(WIDTH) + WIDTH / (IMAGES * 0.5) * rows.T @ rows
+        rates.append(torch.linalg.eigvalsh(matrix).log().sum() / 2 * (IMAGES + WIDTH) / (IMAGES * WIDTH))
+    expected = 1 - sum(cosines) / len(cosines) - sum(rates) / 2
+    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("images", [1, 5, WIDTH, 24])
+def test_the_spread_is_0_for_equal_images_and_1_for_those_as_far_apart_as_can_be(images):
+    """Orthogonal rows, as many of each, whatever the number of images; one image has nothing to be far from."""
+    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, EMA), 2)
+
+    def spread(rows):
+        rows = rows.repeat(2, 1)
+        (targets,) = term.targets([{EMA: {"rate": rows}}], [{}], None)
+        return term.loss({"rate": rows}, targets, None).scalars[term.spread].item()
+
+    directions = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))).Q
+    assert spread(directions[:1].expand(images, -1)) == pytest.approx(0, abs=1e-5 if images > 1 else 1)
+    if images > 1:
+        assert spread(directions.repeat(3, 1)[:images]) == pytest.approx(1, abs=1e-5)
+
+
+def _on_a_rank():
+    share = IMAGES // distributed.world_size()
+    first = distributed.rank() * share
+    loss, gradient, _, _ = _coding_rate(slice(first, first + share))
+    return loss, gradient
+
+
+def test_the_coding_rate_of_two_ranks_is_that_of_one_process():
+    """Losses and gradients, meaned over ranks as the engine does; sums in another order round at 1e-7."""
+    loss, gradient, _, _ = _coding_rate(slice(None))
+    found = run_on_ranks(_on_a_rank)
+    torch.testing.assert_close(sum(loss for loss, _ in found) / 2, loss, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat([rows for _, rows in found], dim=1) / 2, gradient, rtol=0, atol=1e-5)
+
+
+def _regression(student, teacher, feature):
+    term = FeatureTerm("out", feature, "regression", teacher.shape[-1])
+    (targets,) = term.targets([{"frozen": {feature: teacher}}], [{}], None)
+    return term.loss({"out": student}, targets, None).loss
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (6, 9, 16)])
+def test_features_regress_by_the_mean_of_one_less_the_cosine(shape):
+    """1e-6: FP32 sums in another order."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(shape, generator=generator) for _ in range(2))
+    rows = zip(student.view(-1, 16), teacher.view(-1, 16), strict=True)
+    slow = torch.stack([1 - (a @ b) / (a.norm() * b.norm()) for a, b in rows]).mean()
+    feature = "cls/global" if len(shape) == 2 else "patches/global"
+    torch.testing.assert_close(_regression(student, teacher, feature), slow, rtol=0, atol=1e-6)
+    assert float(_regression(teacher * 3, teacher, feature)) == pytest.approx(0, abs=1e-6)
+    half = _regression(student.bfloat16(), teacher.bfloat16(), feature)
+    assert half.dtype == torch.float32 and float(half) == pytest.approx(float(slow), abs=1e-2)
+
+
+def test_a_teacher_s_map_of_another_grid_is_resized():
+    student, teacher = torch.randn(2, 36, 5), torch.randn(2, 16, 5)
+    maps = teacher.transpose(1, 2).unflatten(2, (4, 4))
+    wanted = F.interpolate(maps, (6, 6), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
+    found, expected = (_regression(student, one, "patches/global") for one in (teacher, wanted.contiguous()))
+    torch.testing.assert_close(found, expected)
