@@ -76,7 +76,7 @@ def train(
                 earlier = functools.partial(run_folder.earlier_recipe, path, options.resume)
                 recipe, settings = normalization.with_image_settings(recipe, source, earlier, stated)
                 chosen = choose_ds_config(recipe, options, ds, ds_path, request)
-                guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
+                guards.memory.run = recipe, chosen.config, chosen.predicted_gib
                 folder, notes = _open_folder(recipe, source, chosen, options, request)
                 run, saver, more_notes = _build(folder, source, options, request, chosen.predicted_gib, caller)
             with closing(run.log):
@@ -108,10 +108,8 @@ def _build_periodic_tasks(
 def _open_folder(
     recipe: Recipe, source: images.Source, chosen: ds_schema.ChosenDsConfig, options: TrainOptions, request: Request
 ) -> tuple[run_folder.RunFolder, list[str]]:
-    """Open the run folder; returns it, and notes for the log.
-
-    Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
-    """
+    """Open the run folder; returns it, and notes for the log. Raises UserError for a folder that the run can't use, and
+    ConfigError if more memory is predicted than there is."""
     data, config = recipe.data, chosen.config
     with distributed.raise_on_all_ranks():
         cache_gib, notes = image_cache.fitting_cache(data.cache_gib, source)
@@ -136,11 +134,9 @@ def _build(
     predicted_gib: float | None,
     caller: Caller | None,
 ) -> tuple[Run, Saver, list[str]]:
-    """Build the run, new or from its checkpoint, and its saver; returns them and notes for the log.
-
-    The folder is then this run's. Every rank must call this. Raises UserError for data, a ds config or a
-    checkpoint that can't be used, and where the disk has no room for one checkpoint.
-    """
+    """Build the run, new or from its checkpoint, and its saver, on all ranks; returns them and notes for the log.
+    Raises UserError for data, a ds config or a checkpoint that can't be used, or a disk without room for one
+    checkpoint."""
     config, batch = folder.config, folder.recipe.data.global_batch
     epoch_steps = loader.steps_per_epoch(len(source), batch)
     folder.images = run_folder.describe_images(source, folder.recipe.data.root)

@@ -155,7 +155,7 @@ def interruptible():
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch, interruptible):
-    monkeypatch.setattr(guards.errors, "FORWARDED_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "FORWARDED_SECONDS", 0.05)
 
     def press(step, metrics, times=1):
         if step == 1:

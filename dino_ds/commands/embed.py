@@ -1,8 +1,5 @@
-"""`dino-ds embed`: writes the features of all images to one file, one row per image.
-
-The ranks fill parts of one array on the disk: memory does not grow with the number of images, and parts that were
-filled before an interruption are not computed again.
-"""
+"""`dino-ds embed`: writes the features of all images to one file, one row per image, in constant memory; what was
+written before an interruption is not computed again."""
 
 from __future__ import annotations
 
@@ -28,11 +25,8 @@ if TYPE_CHECKING:
 
 
 def run(options: EmbedOptions) -> Result:
-    """Write the file and return its description. All ranks must call this. Raises UserError.
-
-    Rows are in the order of the source's images, which for a folder is that of sorted paths; an image that can't be
-    read has a row of NaN, and a note names it.
-    """
+    """Write the file and return its description, on all ranks. Raises UserError. Rows are in the order of the source's
+    images; one that can't be read has a row of NaN, and a note names it."""
     from dino_ds.commands.embedding_parts import Parts, put_together
     from dino_ds.data.image_set import facts_of_images
     from dino_ds.data.multicrop import EvalCrop

@@ -130,10 +130,8 @@ class Parts:
 
 
 def put_together(path: Path, parts: Parts, source: Source, origin: dict[str, str | None]) -> None:
-    """Write an .npy with a .csv beside it, or a .parquet, and a .json; remove the parts. Raises StorageError.
-
-    The .json has all settings that the rows depend on, their digest, `origin`, and the names of the classes. `path`
-    comes last, and then the parts go: after the command was killed, it makes the files again when it is repeated.
+    """Write an .npy with a .csv beside it, or a .parquet, and a .json with all settings that the rows depend on; remove
+    the parts. Raises StorageError. `path` comes last, and then the parts go: a command that was killed can be repeated.
     """
     about = {**read_object(parts.about), "origin": origin, "classes": list(source.classes or ())}
     about[DIGEST] = digest_of_rows(features for _, features in parts)
@@ -172,10 +170,8 @@ def _write_npy(path: Path, parts: Parts, source: Source) -> None:
 
 
 def _write_parquet(path: Path, parts: Parts, source: Source) -> None:
-    """Write columns name, label, class and features, a row group for each part.
-
-    Maps are flat, and the metadata of the file has their shape.
-    """
+    """Write columns name, label, class and features, a row group for each part; maps are flat, and the metadata of the
+    file has their shape."""
     parquet = import_parquet()
     import pyarrow
 

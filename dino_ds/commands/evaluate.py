@@ -36,10 +36,8 @@ _CONCERNS = {
 
 
 def run(options: EvalOptions) -> Result:
-    """Run every evaluation of `evals`, on all ranks of the launcher; each result is written as soon as it is computed.
-
-    If one fails, the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError.
-    """
+    """Run every evaluation of `evals`, on all ranks; each result is written as soon as it is computed. If one fails,
+    the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError."""
     settings = _settings(options)
     process.init_distributed()
     with distributed.raise_on_all_ranks():
@@ -84,11 +82,11 @@ def run(options: EvalOptions) -> Result:
         if not results:
             raise
         failure = error
-    seconds, found = time.monotonic() - began, as_json(results)
-    metrics = {metric: value for result in found.values() for metric, value in result["results"].items()}
+    seconds, by_name = time.monotonic() - began, as_json(results)
+    metrics = {metric: value for result in by_name.values() for metric, value in result["results"].items()}
     about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
     page = _page(results, context, backbone.source, seconds)
-    return Result({**about, "metrics": metrics, "results": found}, page, context.notes, error=failure)
+    return Result({**about, "metrics": metrics, "results": by_name}, page, context.notes, error=failure)
 
 
 def _settings(options: EvalOptions) -> Settings:

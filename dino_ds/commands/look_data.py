@@ -44,10 +44,9 @@ _ORIGINAL, _GLOBAL = 3, 2
 
 
 def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Result:
-    """Draw a sheet of `images` images with their crops into `out` (.png), and return statistics of `sample` images
-    drawn at random (0 = all).
+    """Draw the first `images` images that a run of this recipe trains on, with their crops in its first epoch, into
+    `out` (.png), and return statistics of `sample` images drawn at random (0 = all).
 
-    The sheet has the first images that a run of this recipe trains on, with their crops in its first epoch.
     Raises ConfigError for impossible arguments, DataError without readable images.
     """
     png = _check(options.out)
@@ -122,10 +121,7 @@ def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Facts of one image: upright size in pixels, and its values.
-
-    `problem`: why training skips the image; the other fields may then mean nothing.
-    """
+    """Facts of one image: upright size in pixels, and its values; or `problem`, why training skips the image."""
 
     index: int
     width: int = 0
@@ -278,11 +274,8 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One image and its crops as RGB pictures; the first `num_global` are drawn large.
-
-    Attributes:
-        boxes: edges of each crop in the image: left, top, right, bottom.
-    """
+    """One image and its crops as RGB pictures, the first `num_global` drawn large; boxes: each crop's left, top, right
+    and bottom in the image."""
 
     name: str
     original: Image.Image

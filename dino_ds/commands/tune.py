@@ -46,11 +46,8 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
 
 
 def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, request: Request) -> Result:
-    """Measure, and write the page and its JSON, also where Ctrl-C ends the search early.
-
-    Raises ConfigError for a page or folder that can't be written, DataError without the images that are named,
-    OutOfMemory if no micro-batch runs.
-    """
+    """Measure, and write the page and its JSON, also where Ctrl-C ends the search early. Raises ConfigError for a page
+    or folder that can't be written, DataError without the images that are named, OutOfMemory if no micro-batch runs."""
     import torch
 
     page = Path(options.out)

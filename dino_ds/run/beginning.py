@@ -118,8 +118,8 @@ class Beginning:
     def load(self, saver: Saver) -> list[str]:
         """Load the checkpoint into the parts of the run, once they are built; returns lines for the log.
 
-        Of the previous stage, tensors that its checkpoint lacks keep their initial values and are named, and so does a
-        teacher that becomes a copy of another one now or later; or the objective's running statistics alone are loaded.
+        A stage that does not continue loads the objective's running statistics alone. Tensors that the checkpoint lacks
+        keep their initial values, and are named; so does a teacher that becomes a copy of another one now or later.
         """
         if self.resumed is not None:
             saver.restore(self.resumed, self.resumed.whole())
@@ -131,11 +131,12 @@ class Beginning:
         if self.continues:
             replaced, now = step.schedules.replacements.items(), self.previous.manifest.step
             begin = tuple(f"teachers.{name}." for name, replacement in replaced if replacement.start >= now)
-            saver.restore(self.previous, {**initial, **{k: t for k, t in whole.items() if not k.startswith(begin)}})
+            taken = {name: tensor for name, tensor in whole.items() if not name.startswith(begin)}
+            saver.restore(self.previous, initial | taken)
+            if self.images_changed:  # a position in the order of other images has no meaning
+                saver.state.position = Position(saver.state.position.epoch + 1)
         else:
-            step.objective.load_state({**initial, **{name: t for name, t in whole.items() if name in initial}})
-        if self.images_changed and self.continues:  # a position in the order of other images has no meaning
-            saver.state.position = Position(saver.state.position.epoch + 1)
+            step.objective.load_state(initial | {name: tensor for name, tensor in whole.items() if name in initial})
         names = sorted({".".join(name.split(".")[:2]) for name in initial.keys() - whole.keys()})
         return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,15 +115,13 @@ class FolderLock:
             self._heartbeats.forget_earlier()
 
 
+@dataclass
 class MemoryGuard:
-    """Turns this rank's allocator errors into OutOfMemory, with advice for the run that `expect` was called with."""
+    """Turns this rank's allocator errors into OutOfMemory, with advice for `run`: its settings, and the GiB
+    predicted."""
 
-    def __init__(self, beat: Beat) -> None:
-        self._beat = beat
-        self._run: tuple[Recipe, DsConfig, float | None] | None = None
-
-    def expect(self, recipe: Recipe, config: DsConfig, predicted_gib: float | None) -> None:
-        self._run = recipe, config, predicted_gib
+    beat: Beat
+    run: tuple[Recipe, DsConfig, float | None] | None = None
 
     @contextmanager
     def explain(self) -> Iterator[None]:
@@ -134,15 +133,15 @@ class MemoryGuard:
         except Exception as error:
             if not errors.is_out_of_memory(error):
                 raise
-            part = _PARTS.get(self._beat.where, self._beat.where)
+            part = _PARTS.get(self.beat.where, self.beat.where)
             predicted, cure = "", "take a smaller model, or one more GPU"
-            if self._run is not None:
-                recipe, config, gib = self._run
+            if self.run is not None:
+                recipe, config, gib = self.run
                 predicted = f"{gib:.2f} GiB were predicted, " if gib is not None else ""
                 cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
             request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
             asked = f" ({request[1]} more)" if request else ""
-            where = f"out of memory in {part} after step {self._beat.step}{asked}"
+            where = f"out of memory in {part} after step {self.beat.step}{asked}"
             said = f"{where}: {predicted}{process.free_memory()}. To continue with --resume: {cure}"
             raise OutOfMemory(said) from error
 

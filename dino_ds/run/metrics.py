@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -354,18 +355,20 @@ FAR = 0.1
 its weight on this distance 0.14 was reached, where ridge was below the start (docs/notes/continue.md)."""
 
 
+@dataclass
 class DriftAlarm:
     """Warns of features that leave those of the weights that a run started from. `ended` says why the run ends, ""
     before: their distance is above `most`."""
 
-    def __init__(self, most: float | None = None) -> None:
-        self._on, self._most, self.ended = False, most, ""
+    most: float | None = None
+    ended: str = ""
+    on: bool = False
 
     def look(self, step: int, distance: float) -> str:
-        if self._most is not None and distance > self._most:
-            self.ended = f"eval.stop_after: preserve_loss {distance:.3f} is above {self._most:g}"
-        was_on, self._on = self._on, distance > FAR
-        if was_on or not self._on:
+        if self.most is not None and distance > self.most:
+            self.ended = f"eval.stop_after: preserve_loss {distance:.3f} is above {self.most:g}"
+        was_on, self.on = self.on, distance > FAR
+        if was_on or not self.on:
             return ""
-        what = f"warning  step {step}: features are leaving the start's (preserve_loss {distance:.3f} of 2)"
-        return f"{what}: what it knew may be lost; raise objective.preserve_weight or lower optimizer.lr"
+        warning = f"warning  step {step}: features are leaving the start's (preserve_loss {distance:.3f} of 2)"
+        return f"{warning}: what it knew may be lost; raise objective.preserve_weight or lower optimizer.lr"

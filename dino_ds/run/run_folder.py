@@ -70,8 +70,8 @@ def _first_difference(old: Schedules, new: Schedules, step: int) -> int | None:
     lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
     ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
     edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
-    places = sorted({*range(step, last, max(1, (last - step) // 500)), *edges})
-    return next((place for place in places if old.at(place) != new.at(place)), None)
+    probes = sorted({*range(step, last, max(1, (last - step) // 500)), *edges})
+    return next((probe for probe in probes if old.at(probe) != new.at(probe)), None)
 
 
 def describe_images(source: Source, root: str | None) -> ImageSet:

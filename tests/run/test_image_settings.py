@@ -128,40 +128,30 @@ def test_a_resumed_run_keeps_its_range(tmp_path):
     assert "accept with --allow_change data.value_range" in refused
 
 
-MEAN, STD = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4), (0.02, 0.03, 0.04, 0.05, 0.06, 0.1)
-CHANGES = {"model.in_chans": "6", "data.mean": ",".join(map(str, MEAN)), "data.std": ",".join(map(str, STD))}
+CHANNEL_MEANS, SPREAD = np.array([0.2, 0.4, 0.6, 0.1, 0.3, 0.7]), 0.05
 
 
-def bands(index: int) -> np.ndarray:
-    """(40, 48, 6) uint16, values to about 4000."""
-    noise = np.random.default_rng(index).random((40, 48, 6))
-    return (4095 * np.clip((noise - 0.5) * STD + MEAN + 0.1 * (index % 2), 0, 1)).astype(np.uint16)
+def _pixels(index: int, channels: int, bits: int) -> np.ndarray:
+    noise = np.random.default_rng(index).normal(CHANNEL_MEANS[:channels], SPREAD, (40, 48, channels))
+    return (np.clip(noise, 0, 1) * (2**bits - 1)).astype(np.uint8 if bits == 8 else np.uint16)
 
 
-@pytest.fixture(scope="module")
-def bands_of(tmp_path_factory):
-    """A run of two steps of one process, with an evaluation, and its images in two classes."""
-    bands_of = tmp_path_factory.mktemp("bands")
+def test_features_are_equal_wherever_they_come_from(tmp_path):
+    """Of six bands, whichever way they lie in the files; a run also evaluates and draws them."""
+    root, run = tmp_path / "images", tmp_path / "run"
     for i in range(16):
-        folder = bands_of / f"images/class{i % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
+        (root / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
         how = "contig" if i % 4 < 2 else "separate"
-        values = bands(i) if how == "contig" else np.moveaxis(bands(i), -1, 0)
-        tifffile.imwrite(folder / f"{i:02d}.tif", values, photometric="minisblack", planarconfig=how)
-    changes = {**CHANGES, "eval.every": "2 steps", "eval.root": str(bands_of / "images"), "eval.k": "3"}
-    changes["eval.pictures_every"] = "2 steps"
-    assert train_alone(bands_of / "images", bands_of / "run", max_steps=2, changes=changes) is None
-    return bands_of
-
-
-def test_features_are_equal_wherever_they_come_from(bands_of, tmp_path):
-    model = dino_ds.load(bands_of / "run")
-    paths = sorted((bands_of / "images").rglob("*.tif"))[:3]
+        values = _pixels(i, 6, 16) if how == "contig" else np.moveaxis(_pixels(i, 6, 16), -1, 0)
+        tifffile.imwrite(root / f"class{i % 2}/{i:02d}.tif", values, photometric="minisblack", planarconfig=how)
+    changes = {"eval.every": "2 steps", "eval.root": str(root), "eval.k": "3", "eval.pictures_every": "2 steps"}
+    assert train_alone(root, run, max_steps=2, changes=changes | {"model.in_chans": "6"}) is None
+    model, paths = dino_ds.load(run), sorted(root.rglob("*.tif"))[:3]
     images = torch.stack([model.preprocess(path) for path in paths])
-    arrays = torch.stack([model.preprocess(bands(int(path.stem))) for path in paths])
+    arrays = torch.stack([model.preprocess(_pixels(int(path.stem), 6, 16)) for path in paths])
     assert torch.equal(images, arrays) and images.shape == (3, 6, 32, 32)
     expected = model.features(images)
-    rows = torch.from_numpy(dino_ds.embed(bands_of / "run", bands_of / "images", workers=0).features)
+    rows = torch.from_numpy(dino_ds.embed(run, root, workers=0).features)
     assert rows.shape == (16, 32)
     torch.testing.assert_close(rows[:3], expected, rtol=0, atol=1e-5)
     for form, name in (("safetensors", "copy.safetensors"), ("timm", "timm")):
@@ -173,24 +163,12 @@ def test_features_are_equal_wherever_they_come_from(bands_of, tmp_path):
 
 
 PATCHES = "patch_embed.proj.weight"
-MEANS = np.array([0.1, 0.2, 0.4, 0.6])
 
 
-def _some_bands(index: int, count: int) -> np.ndarray:
-    """(40, 48, count) uint16, around other values in each band."""
-    noise = np.random.default_rng(index).random((40, 48, count))
-    return (65535 * np.clip(0.1 * (noise - 0.5) + MEANS[:count], 0, 1)).astype(np.uint16)
-
-
-def _write(path: Path, values: np.ndarray) -> None:
-    how = {"planarconfig": "contig"} if values.shape[2] > 1 else {}
-    tifffile.imwrite(path, values.squeeze(), photometric="minisblack", **how)
-
-
-def _start(rgb_place: Path, count: int, name: str = "rgb") -> dict[str, str]:
-    """Changes of a recipe that begin a run on `count` bands with the run called `name`."""
+def _start(rgb_place: Path, count: int) -> dict[str, str]:
+    """Changes of a recipe that begin a run on `count` bands with the run called `rgb`."""
     statistics = {f"data.{key}": ",".join([value] * count) for key, value in (("mean", "0.4"), ("std", "0.2"))}
-    return {"model.in_chans": str(count), "model.init_from": str(rgb_place / name), **statistics}
+    return {"model.in_chans": str(count), "model.init_from": str(rgb_place / "rgb"), **statistics}
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +178,8 @@ def rgb_place(tmp_path_factory):
     for count in (1, 4):
         (rgb_place / str(count)).mkdir()
         for i in range(16):
-            _write(rgb_place / f"{count}/{i:02d}.tif", _some_bands(i, count))
+            pixels, how = _pixels(i, count, 16).squeeze(), {"planarconfig": "contig"} if count > 1 else {}
+            tifffile.imwrite(rgb_place / f"{count}/{i:02d}.tif", pixels, photometric="minisblack", **how)
     image_folder(rgb_place / "photographs")
     changes = _start(rgb_place, 3) | {"model.init_from": "none"}
     assert train_alone(rgb_place / "photographs", rgb_place / "rgb", max_steps=2, changes=changes) is None
@@ -237,13 +216,7 @@ def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again
     assert log_of(parts).count("adapted from") == 1
 
 
-CHANNEL_MEANS, SPREAD = np.array([0.2, 0.4, 0.6, 0.1, 0.3, 0.7]), 0.05
 SAID = {1: 0.25, 3: (0.3, 0.5, 0.7), 4: (0.1, 0.2, 0.3, 0.4)}
-
-
-def _pixels(index: int, channels: int, bits: int) -> np.ndarray:
-    noise = np.random.default_rng(index).normal(CHANNEL_MEANS[:channels], SPREAD, (40, 48, channels))
-    return (np.clip(noise, 0, 1) * (2**bits - 1)).astype(np.uint8 if bits == 8 else np.uint16)
 
 
 def _recipe(channels: int, **changes: str):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dino_ds.basics import own_code
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
@@ -36,10 +37,11 @@ ALONE |= {"model.backbone": "tests.weights.own:Own"}
 ALONE |= {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0.0"}
 
 
-@pytest.mark.parametrize(("ds", "more"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
-def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, more):
+@pytest.mark.parametrize(("ds", "more"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=["all", "alone"])
+def test_they_are_in_log_metrics_report_and_resume(tmp_path, monkeypatch, ds, more):
     root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
     changes = LENGTH | own_parts.OWN | IDLE | more
+    monkeypatch.setattr(own_code, "_allowed", set(own_code.code_in(changes.values())))
     assert run_on_ranks(train_tiny, root, straight, ds, None, False, changes) == [None] * 2
     copy_until(2, straight, resumed)
     assert run_on_ranks(train_tiny, root, resumed, ds, None, True, changes) == [None] * 2

@@ -90,7 +90,7 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
         assert train_alone(root, run, max_steps=steps, resume="auto") is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
     shutil.rmtree(run / "checkpoints")
-    (run / "teacher.safetensors").unlink()  # else they would be lost: tests/run/test_run_folder.py
+    (run / "teacher.safetensors").unlink()  # else they would be lost: tests/run/test_faults.py
     message = train_alone(root, run, max_steps=3, resume=True)
     assert "no checkpoint in" in message and "--resume auto" in message
     assert train_alone(root, run, max_steps=3, resume="auto") is None

@@ -153,7 +153,7 @@ def _said(where: tuple[str, str], error: Exception, ds: str = "zero2_bf16", kind
     recipe, path = loading.load_recipe("vits16", {"optimizer.kind": kind}), f"ds_configs/{ds}.json"
     beat = Beat()
     guard = guards.MemoryGuard(beat)
-    guard.expect(recipe, ds_config.resolve_ds_config(ds_config.load_ds_config(path, {}), path, 512, 4), 12.345)
+    guard.run = recipe, ds_config.resolve_ds_config(ds_config.load_ds_config(path, {}), path, 512, 4), 12.345
     beat.enter(where[0], 7)
     beat.enter_part(where[1])
     with pytest.raises(OutOfMemory) as raised, guard.explain():
