@@ -50,9 +50,9 @@ class Mixture(EncodedImages, Joined):
         if any(source.labels is not None for source in self.sources):
             self.classes, numbers = join_classes(source.classes or () for source in self.sources)
             labels = np.full(len(self), -1, np.int32)
-            for part, source in enumerate(self.sources):
+            for number, source in enumerate(self.sources):
                 if source.labels is not None:
-                    labels[self.first_of(part) : self.ends[part]] = numbers[part][np.asarray(source.labels)]
+                    labels[self.first_of(number) : self.ends[number]] = numbers[number][np.asarray(source.labels)]
             self.labels = Labels(labels)
         unnamed = (all(map(str.isdigit, source.classes or "-")) for source in self.sources)
         self.notes = note_unnamed(part.place for part in itertools.compress(parts, unnamed))
