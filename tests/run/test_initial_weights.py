@@ -57,7 +57,7 @@ from tests.run.harness import (
     whole_tensors,
 )
 from tests.run.test_stages import flags, run, words_of
-from tests.weights import huggingface, originals
+from tests.weights import originals
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def _write(layout: str, path: Path) -> None:
         "resnet": lambda: timm.create_model("resnet18", num_classes=0),
     }
     if layout == "hf":
-        huggingface.write_native(None, path)
+        originals.write_native(None, path)
     elif path.suffix:
         safetensors.torch.save_file(models[layout]().state_dict(), path)
     else:
