@@ -18,10 +18,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -133,12 +132,11 @@ def _checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     return {name: zlib.crc32(values.data) for name, values in arrays.items()}
 
 
-@dataclass
-class Contents:
+class Contents(NamedTuple):
     """Content of a list file: arrays by name (uint8, int32 or int64) and JSON values."""
 
     arrays: dict[str, np.ndarray]
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any]
 
 
 class Packer:

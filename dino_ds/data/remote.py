@@ -136,11 +136,6 @@ class FilePiece(NamedTuple):
     length: int = -1
     checksum: int = -1
 
-    def is_in(self, other: FilePiece) -> bool:
-        """Whether another piece is this one, or has all its bytes."""
-        inside = 0 <= self.begin - other.begin <= other.length - self.length
-        return self == other or (self[:3] == other[:3] and self.length >= 0 and inside)
-
 
 class Remote:
     """A process's way to remote files: the pieces that `prepare` names are fetched while others are used."""
@@ -177,9 +172,12 @@ class Remote:
     def read(self, piece: FilePiece) -> bytes:
         """The bytes of a piece, or of a part of one that was prepared. Raises DataError with its place, or
         FileNotFoundError for a whole file."""
-        if (whole := next(filter(piece.is_in, self._ahead), None)) is not None:
+        if piece in self._ahead:
+            return self._ahead[piece].result()[piece]
+        for whole, future in self._ahead.items():
             skipped = piece.begin - whole.begin
-            return self._ahead[whole].result()[whole][skipped:][: piece.length]
+            if piece[:3] == whole[:3] and 0 <= skipped <= whole.length - piece.length:
+                return future.result()[whole][skipped:][: piece.length]
         if kept := self._kept(piece):
             return kept
         return begin(_fetch([piece], self._cache, self._seconds)).result()[piece]

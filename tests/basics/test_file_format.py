@@ -75,7 +75,7 @@ def test_a_list_in_the_cache_of_another_format_is_made_anew(tmp_path, monkeypatc
     made = []
 
     def find() -> listing.Listing:
-        contents = listing.Contents({"a": np.arange(3)})
+        contents = listing.Contents({"a": np.arange(3)}, {})
         return listing.find_listing("list", "key", lambda known: True, lambda: made.append(1) or contents)
 
     with monkeypatch.context() as other:

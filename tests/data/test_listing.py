@@ -190,15 +190,9 @@ def test_a_line_without_an_end_is_cut(tmp_path):
 
 
 def test_a_file_of_json_is_an_object_or_one_kind_of_error(tmp_path):
-    for number, (make, problem) in enumerate(
-        (
-            (lambda path: path.write_text("[1]"), "is not a JSON object"),
-            (lambda path: path.write_text('{"a": ' * 100_000), "nested too deeply"),
-            (lambda path: path.write_bytes(b"\xff{}"), "."),
-            (os.mkfifo, "not a regular file"),
-            (lambda path: None, "No such file"),
-        )
-    ):
-        make(tmp_path / f"{number}.json")
-        with pytest.raises((OSError, ValueError), match=problem):
-            read_object(tmp_path / f"{number}.json")
+    put(tmp_path, {"list": b"[1]", "deep": b'{"a": ' * 100_000, "bytes": b"\xff{}"})
+    os.mkfifo(tmp_path / "pipe")
+    reasons = {"list": "is not a JSON object", "deep": "nested too deeply", "pipe": "not a regular file", "bytes": "."}
+    for name, reason in (reasons | {"gone": "No such file"}).items():
+        with pytest.raises((OSError, ValueError), match=reason):
+            read_object(tmp_path / name)

@@ -283,6 +283,7 @@ def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
 def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
     (tmp_path / "mine.txt").write_text(f"{server.url}/0.jpg\n{server.url}/none.jpg\n{folder}/1.jpg\n")
     source = read(tmp_path / "mine.txt")
+    source.prepare([0, 2])
     assert source.read(0) == (folder / "0.jpg").read_bytes()
     assert source.read(2) == (folder / "1.jpg").read_bytes()
     with pytest.raises(UnreadableImage, match="not there"):

@@ -22,7 +22,7 @@ from dino_ds.data.multicrop import EvalCrop, MultiCrop
 from dino_ds.data.normalization import IMAGENET, STD, with_image_settings
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
-from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff
+from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, put, tiff
 from tests.ranks import run_on_ranks
 
 FULL = (0.0, 65535.0)
@@ -33,17 +33,15 @@ RGBA[2:, :, 3] = 65535
 FLOAT = _RNG.normal(size=(9, 7)).astype(np.float32)
 
 
-def decoded(data: bytes, value_range: ValueRange | None, name: str = "file") -> np.ndarray:
-    return EncodedImage(data, name, 10**7, value_range).decode()
+def decoded(data: bytes, value_range: ValueRange) -> np.ndarray:
+    return EncodedImage(data, "file", 10**7, value_range).decode()
 
 
-@pytest.mark.parametrize("values", [GRAY, RGB])
-def test_pngs_and_jpeg2000_keep_every_value(values):
+def test_pngs_tiffs_and_jpeg2000_keep_every_value():
     """Pillow alone gives the high byte of 16-bit RGB."""
-    np.testing.assert_array_equal(EncodedImage(png16(values), "file", None).values(), values)
-    np.testing.assert_array_equal(EncodedImage(encoded(Image.fromarray(GRAY), "JPEG2000"), "f", None).values(), GRAY)
-    for form, options in (("PNG", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})):
-        data = encoded(Image.fromarray(GRAY), form, **options)
+    np.testing.assert_array_equal(EncodedImage(png16(RGB), "file", None).values(), RGB)
+    for form, how in (("PNG", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("JPEG2000", {})):
+        data = encoded(Image.fromarray(GRAY), form, **how)
         np.testing.assert_array_equal(EncodedImage(data, "file", None).values(), GRAY)
 
 
@@ -162,11 +160,8 @@ def test_images_that_a_range_does_not_fit_are_counted_and_one_is_named():
 
 
 def test_a_few_deep_files_among_many_are_found(tmp_path):
-    for i in range(200):
-        photo(8, 8).save(tmp_path / f"{i}.jpg")
-    (tmp_path / "deep.png").write_bytes(png16(GRAY % 1000))
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    (tmp_path / "nan.tif").write_bytes(tiff(FLOAT * np.nan))
+    put(tmp_path, {f"{i}.jpg": encoded(photo(8, 8), "JPEG") for i in range(200)})
+    put(tmp_path, {"deep.png": png16(GRAY % 1000), "broken.png": b"no image", "nan.tif": tiff(FLOAT * np.nan)})
     chosen, words = look_at_values([ImageFolder(str(tmp_path))], 3).decide()
     assert chosen == (0, 1023)
     high = (GRAY % 1000).max()
@@ -198,9 +193,7 @@ def _chosen_and_refused(root: Path) -> tuple[object, list[str], str]:
 
 
 def test_two_ranks_agree(tmp_path):
-    for rank, data in enumerate((png16(GRAY % 3000), tiff(FLOAT))):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "a.tif").write_bytes(data)
+    put(tmp_path, {"0/a.tif": png16(GRAY % 3000), "1/a.tif": tiff(FLOAT)})
     first, second = run_on_ranks(_chosen_and_refused, tmp_path)
     assert first == second and first[0] == (0, 4095) and "float32" in first[2]
 
