@@ -280,7 +280,8 @@ class RemoteCache:
         with suppress(OSError):
             with open(self._counter, "r+b", buffering=0) as counter:
                 fcntl.flock(counter, fcntl.LOCK_EX)
-                used = int.from_bytes(counter.read(8), "little") - (-len(data) // _PAGE + 1) * _PAGE
+                pages = len(data) // _PAGE + 2  # at most, as a piece begins anywhere in a page
+                used = int.from_bytes(counter.read(8), "little") + pages * _PAGE
                 if used > self.size:
                     return
                 os.pwrite(counter.fileno(), used.to_bytes(8, "little"), 0)

@@ -162,8 +162,9 @@ def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_pat
                 read(f"{server.url}/set")
 
 
-def test_the_cache_keeps_to_its_size_and_drops_what_is_oldest(tmp_path):
-    piece, data = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, 9000), os.urandom(9000)
+@pytest.mark.parametrize("length", [9000, 900])
+def test_the_cache_keeps_to_its_size_and_drops_what_is_oldest(tmp_path, length: int):
+    piece, data = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, length), os.urandom(length)
     old, new = RemoteCache(40_000), RemoteCache(40_000)
     for cache, url in ((old, "s3://b/old.tar"), (new, "s3://b/new.tar")):
         cache.make_room([FilePiece(url, 1 << 20, 7)], 30_000)
