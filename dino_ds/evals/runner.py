@@ -135,10 +135,11 @@ class EvalRunner(PeriodicTask):
             results, losses = (None, losses) if measured is None else (results, measured)
         if results is None:
             return False
-        metrics = dict[str, float]()
+        metrics, knn = dict[str, Any](), self.knn
         for name, result in results.items():
             named = {f"eval/{metric}": value for metric, value in result["results"].items()}
-            metrics |= self.knn.metrics() if name == "knn" else named
+            of_knn = {"knn_top1": knn.latest, "knn_raw_pixels": knn.raw, "knn_chance": knn.chance}
+            metrics |= of_knn if name == "knn" else named
         metrics |= losses
         if self.best is not None:
             if moment.at_start:

@@ -202,10 +202,6 @@ class Knn:
         margin = margin_of_chance(self.images)
         return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
 
-    def metrics(self) -> dict[str, float]:
-        assert self.latest is not None and self.raw is not None
-        return {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
-
     def line(self) -> str:
         """The newest value next to its baselines: raw pixels, chance, and the network before training."""
         untrained = f", {self.began_as} {self.untrained:.1f} %" if self.untrained is not None else ""

@@ -104,10 +104,9 @@ def overlay(network: Segmenter, data: Masked, path: Path) -> None:
         tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in predict(network, data, index)]
         rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted[::-1])]))
     sheet = Image.fromarray(np.vstack(rows))
+    pen = ImageDraw.Draw(sheet)
     for column, word in enumerate((f"{len(rows)} of {len(data)} images", "mask", "predicted")):
-        ImageDraw.Draw(sheet).text(
-            (320 * column + 8, 6), word, "white", stroke_width=2, stroke_fill="black", font_size=20
-        )
+        pen.text((320 * column + 8, 6), word, "white", stroke_width=2, stroke_fill="black", font_size=20)
     sheet.save(path)
 
 
