@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import UserError
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
-from dino_ds.options.definition import Command
 from dino_ds.options.flags import check_required, parse_flags
 
 _CALL = re.compile(
@@ -40,12 +39,9 @@ def why_refused(words: str) -> str:
         config = request.options.get("config", command.recipe)
         if not str(config).isupper():
             recipe = load_recipe(config, request.recipe)
-            if _lacks_images(command, request.options) and recipe.data.source == "folder" and not recipe.data.root:
+            wants_images = command.needs_images and not {"resume", "print", "from"} & request.options.keys()
+            if wants_images and recipe.data.source == "folder" and not recipe.data.root:
                 return "no images are given"
     except UserError as error:
         return str(error)
     return ""
-
-
-def _lacks_images(command: Command, options: dict[str, object]) -> bool:
-    return command.needs_images and not {"resume", "print", "from"} & options.keys()

@@ -21,8 +21,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 FORMAT = 1  # the number under the key "format": a change of a file's content that this code could not read raises it
 MAX_BYTES = 1 << 18
 MAX_JSON_BYTES = 64 << 20
-MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
-"""Most bytes of a file that a run may append to for years, and of one line of it."""
+MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20  # of a file that a run appends to for years, and of one line of it
 _MOST_TEXT, _MOST_NAME = 4096, 255  # bytes of a path on Linux, and of a name in it
 
 

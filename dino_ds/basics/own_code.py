@@ -13,8 +13,7 @@ from typing import Any
 from dino_ds.basics.names import did_you_mean
 from dino_ds.errors import ConfigError, one_line
 
-CODE_KEYS = ("data.source", "model.backbone", "objective.terms", "teacher.others")
-"""The keys of a recipe that name code."""
+CODE_KEYS = ("data.source", "model.backbone", "objective.terms", "teacher.others")  # keys of a recipe that name code
 _allowed = set[str]()
 
 

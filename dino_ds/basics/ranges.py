@@ -11,8 +11,7 @@ PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer
 """Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp;
 student: also the cross-entropies over prototypes, which its heads compute; loss: the other terms, and the sum; center:
 the center's commit over all ranks."""
-AUGMENTATION = "augmentation"
-"""The range of the augmentation: within "data" on a CPU, on a stream of its own parallel to the step on a GPU."""
+AUGMENTATION = "augmentation"  # within "data" on a CPU; on a GPU in a stream of its own, parallel to the step
 READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"
 """Ranges of the loading of images, in order, before the augmentation: within "data" where they run in this process."""
 _T = TypeVar("_T")
@@ -22,8 +21,7 @@ _observers: list[Callable[[str], None]] = []
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _devices: list[str] = []
 _making_once: list[None] = []
-TAKEN = set[str]()
-"""The fast paths that this process takes on a GPU: none until `dino_ds.method.fast_paths` has decided."""
+TAKEN = set[str]()  # fast paths taken on a GPU: none until `dino_ds.method.fast_paths` has decided
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:

@@ -1,6 +1,5 @@
-"""Loads a ds JSON (how fast, on what hardware) and decides what it leaves open: batches, buckets, overlap, dtypes. Read
-as DeepSpeed reads it (hjson), checked against our own list of keys. No torch and no DeepSpeed here: a wrong file must
-be refused before anything starts."""
+"""Loads a ds JSON (how fast, on what hardware), read as DeepSpeed reads it (hjson), and decides what it leaves open:
+batches, buckets, overlap, dtypes. No torch, no DeepSpeed: a wrong file must be refused before anything starts."""
 
 from __future__ import annotations
 

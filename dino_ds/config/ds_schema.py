@@ -1,7 +1,5 @@
 """Declares the keys of a ds JSON that have an effect in dino_ds, since DeepSpeed silently ignores most unknown ones;
-checks a ds JSON against them; and defines `DsConfig`, the values by which a run is built. `stages` are the ZeRO stages
-at which a key acts, if not all of them; the content of `PASSED` is left to DeepSpeed's own checks. No torch and no
-DeepSpeed here."""
+checks a ds JSON against them; and defines `DsConfig`, the values by which a run is built. No torch, no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from dino_ds.config.fields import Section, option
 from dino_ds.config.schema import MOST_PROBLEMS, Option, options_of
 from dino_ds.errors import ConfigError
 
-LOGGERS = ("wandb", "trackio")
-"""The sections of metric loggers. They are not passed to DeepSpeed, which would synchronize the device in each step."""
+LOGGERS = ("wandb", "trackio")  # metric loggers: not passed to DeepSpeed, which would synchronize in each step
 Bool = Annotated[bool, Strict()]
 _Compile = Annotated[
     Literal["off", "default", "max-autotune", "reduce-overhead"],
@@ -101,8 +98,7 @@ def offloads_weights(zero: dict[str, Any]) -> bool:
     return bool(zero.get("offload_param", {}).get("device", "none") != "none")
 
 
-ORTHOGONALIZED_ELEMENTS = 2**25
-"""Elements of matrices that Muon orthogonalizes at a time: bounds its scratch memory to about 0.5 GiB."""
+ORTHOGONALIZED_ELEMENTS = 2**25  # of matrices, by Muon at a time: its scratch memory stays at about 0.5 GiB
 COMMUNICATES_IN_STEP = {
     "lars": ("the norm of a layer is summed over ranks", "sgd"),
     "muon": ("ranks exchange slices of matrices", "adamw"),

@@ -36,11 +36,9 @@ class Section(BaseModel):
 
 
 _T = TypeVar("_T")
-Resume = bool | int | Literal["auto"]
-"""Whether to continue a run; "auto": if there is one; a number: from the checkpoint of that step."""
+Resume = bool | int | Literal["auto"]  # continue a run; "auto": if there is one; a number: from that step's checkpoint
 MOST_PASSES = 2000  # most passes over the images that LightlyTrain advises; `train` and `advise` say so for longer runs
-LEAST_IMAGES, FEW_IMAGES = 100, 2000
-"""The smallest number of images to learn from: `advise` refuses fewer, `train` warns."""
+LEAST_IMAGES, FEW_IMAGES = 100, 2000  # fewest images to learn from: `advise` refuses fewer, `train` warns
 
 
 @dataclass(frozen=True)
@@ -230,8 +228,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Side = Annotated[int, Field(ge=1, le=16384)]
 Width = Annotated[int, Field(ge=1, le=131072)]
 Depth = Annotated[int, Field(ge=1, le=1024)]
-PATH = refuse(unusable_text)
-"""Marks keys whose text is a path or a name: relative paths always start in the folder in which the run began."""
+PATH = refuse(unusable_text)  # marks keys that name a path: relative ones start in the folder in which the run began
 PathText = Annotated[str, PATH]
 Positive = Annotated[float, Field(gt=0)]
 Gib = Annotated[float, Field(gt=0, le=2**20)]
@@ -246,8 +243,7 @@ PREFETCHED_BATCHES = 3  # per loader process; three cover one slow image without
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
 HDF5 = (".h5", ".hdf5", ".he5")
 ARCHIVES = (".tar", ".parquet", *HDF5)  # endings of files that hold many images (`dino_ds.data.root` opens them)
-REMOTE_ARCHIVES = (".tar", ".parquet")
-"""Endings of archives that are read at an address too; their sources also take cache_gib, the size of their cache."""
+REMOTE_ARCHIVES = (".tar", ".parquet")  # read at an address too; their sources take cache_gib, the size of their cache
 IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"
 """The forms of images that data.root takes, in words."""
 

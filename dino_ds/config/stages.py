@@ -238,10 +238,9 @@ class Request:
         return RecipeSettings.collect(self.config, self.recipe)
 
     def recipe_for_start(self, run_dir: Path) -> Recipe:
-        """The recipe of a start in `run_dir`. A stage that is resumed, or any run that is resumed without --config and
-        --from, changes the recipe in its folder; a new stage changes that of the run of --from; other starts have the
-        given recipe alone. Raises ConfigError, and CheckpointError where the stage in `run_dir` began with another run.
-        """
+        """The recipe of a start in `run_dir`. A resumed stage, or any run that is resumed without --config and --from,
+        changes the recipe in its folder; a new stage changes that of the run of --from; other starts have the given one
+        alone. Raises ConfigError, and CheckpointError where the stage in `run_dir` began with another run."""
         self.settings.allow_code()
         stage_from, resumes = self.options.get("from"), self.options.get("resume", False) is not False
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)

@@ -185,8 +185,7 @@ FIRST_DAY = {
     "dino-ds report runs/mine": "curves, evaluations and pictures on one page",
     "dino-ds export runs/mine --format timm": "the result for other programs",
 }
-GROUPS = ("train", "look", "evaluate", "export", "measure", "cluster")
-"""Headings of commands, in the order in which `--help` shows them."""
+GROUPS = ("train", "look", "evaluate", "export", "measure", "cluster")  # headings of commands, in the order of help
 FIRST_OPTIONS = ("config", "run_dir", "resume", "max_steps", "ds_config")
 FIRST_KEYS = (
     *("data.root", "data.source", "data.global_batch", "length", "optimizer.lr", "crops.global_size"),
