@@ -51,9 +51,8 @@ class Cluster(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
-    a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
-    before it builds anything."""
+    """Resources that every rank can count on. card_gib: of a rank's GPU; host_gib: of a node, which `ranks_per_node`
+    share; without a GPU, what they may use of it now. libraries: bytes of a process before it builds anything."""
 
     ranks: int
     ranks_per_node: int
