@@ -244,10 +244,8 @@ def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str)
 
 def with_margins(memory: Memory, world_size: int) -> Memory:
     """Add what is not in tensors: fragmentation, and, assumed, half a GiB for driver and kernels, and for NCCL."""
-    margins = {
-        "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
-        "CUDA context and NCCL": GIB // 2 * (2 if world_size > 1 else 1),
-    }
+    margins = {"fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values()))}
+    margins["CUDA context and NCCL"] = GIB // 2 * (2 if world_size > 1 else 1)
     return Memory(memory.moment, memory.parts | margins)
 
 
