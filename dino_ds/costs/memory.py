@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import ORTHOGONALIZED_ELEMENTS, DsConfig, offloads_optimizer, offloads_weights
@@ -24,8 +24,7 @@ _MOMENTS = {"targets": "the targets", "student": "the loss", "loss": "the loss",
 """The moment of a step in words, by part; heads compute their losses in the student's part."""
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on one device at the moment of a step that needs the most. As text, without parts of less than 1 %."""
 
     moment: str

@@ -403,9 +403,6 @@ def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Batch:
             patches = (group.size // recipe.model.spec().stride) ** 2
             share = recipe.crops.mask_share * sum(recipe.crops.mask_ratio) / 2
             hidden = round(images * group.count * patches * share)
-            masks[group.name] = {
-                "mask": torch.zeros(images * group.count, patches, dtype=torch.bool),
-                "rows": torch.zeros(hidden, dtype=torch.int64),
-                "weights": torch.ones(hidden),
-            }
+            masks[group.name] = {"mask": torch.zeros(images * group.count, patches, dtype=torch.bool)}
+            masks[group.name] |= {"rows": torch.zeros(hidden, dtype=torch.int64), "weights": torch.ones(hidden)}
     return Batch(crops, torch.zeros(images, dtype=torch.int64), masks)

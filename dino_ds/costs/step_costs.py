@@ -232,22 +232,15 @@ def _rehearsed(
         finally:
             message.cancel()
 
-    about = {
-        "recipe": _learned(recipe),
-        "how": dataclasses.asdict(settings),
-        "groups": [dataclasses.asdict(group) for group in groups],
-        "images": images,
-        "on_gpu": on_gpu,
-    }
+    about = {"recipe": _learned(recipe), "how": dataclasses.asdict(settings), "images": images, "on_gpu": on_gpu}
+    about["groups"] = [dataclasses.asdict(group) for group in groups]
     return kept(about, StepCosts, make, _own_code(recipe))
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:
     """What a micro-batch's costs or the student's weights may depend on."""
-    return recipe.model_dump(mode="json", exclude=_ELSEWHERE) | {
-        "backbone": repr(recipe.model.spec()),
-        "frozen": repr(frozen_spec(recipe)),
-    }
+    specs = {"backbone": repr(recipe.model.spec()), "frozen": repr(frozen_spec(recipe))}
+    return recipe.model_dump(mode="json", exclude=_ELSEWHERE) | specs
 
 
 def _own_code(recipe: Recipe) -> tuple[str, ...]:
@@ -290,15 +283,10 @@ def not_counted(recipe: Recipe) -> list[str]:
 
 
 def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
-    """The value of `type_` in the plain JSON that `make` returns, or returned before for the same `about` and code.
+    """The value of `type_`, which pydantic checks, in the plain JSON that `make` returns, or returned before for the
+    same `about`, what it depends on in plain JSON, and the same code, that of `modules` too.
 
     A file that holds no such value is replaced. If the folder can't be read or written, only time is lost.
-
-    Args:
-        about: what the result depends on, as plain JSON.
-        type_: a type that pydantic checks, such as a dataclass.
-        make: computes a result that is not in the cache.
-        modules: names of other modules whose code `make` runs.
     """
     digests = []
     for module in modules:

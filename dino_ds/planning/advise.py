@@ -214,13 +214,8 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
 
 
 class Situation(NamedTuple):
-    """The facts that decide.
-
-    images: number of images.
-    side: median of the images' shorter sides, in pixels.
-    channels: 1 and 3 are treated alike, since gray is read as RGB.
-    gpus: number of GPUs; 0 for a CPU.
-    """
+    """The facts that decide. side: median of the images' shorter sides, in pixels; channels: 1 and 3 are treated alike,
+    since gray is read as RGB; gpus: their number, 0 for a CPU."""
 
     images: int
     side: int
@@ -308,10 +303,8 @@ def advise(facts: Situation) -> list[Row]:
 
 def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) -> Iterator[tuple[str, str, float, str]]:
     """Yield the ways to features that a CPU can take with images in color, as in the study of docs/continue.md: name,
-    what it gave there, minutes of a CPU core, and the command or "" for the advised one.
-
-    The seconds of a core for an image were measured on one machine; to teach, with the largest crops that are advised.
-    """
+    what it gave there, minutes of a core, and the command or "" for the advised one. The seconds of a core for an image
+    were measured on one machine; to teach, with the largest crops that are advised."""
     if facts.teacher is None:
         return
     of_all = ("eval.", "data.max_bad_fraction", "data.value_range")

@@ -22,11 +22,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_ds.basics.files import hash_code, read_text
 from dino_ds.config.ds_config import CHECKOUT, resolve_ds_config
@@ -54,8 +53,7 @@ _FORM = (
 _LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,252})[ \t]+slots=([0-9]{1,4})[ \t]*(#.*)?", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """level: FINE, WARNING (training works, but ...) or FAILURE (training stops); remedy: what to do about it."""
 
     topic: str
@@ -83,7 +81,7 @@ def run(options: DoctorOptions, *, recipe: Recipe, request: Request, ds: Mapping
                 print(f"{'':<17}-> {finding.remedy}")
     failures = sum(finding.level == FAILURE for finding in findings)
     warned = sum(bool(finding.remedy) for finding in findings) - failures
-    facts = {"host": platform.node(), "trains": not failures, "findings": [vars(finding) for finding in findings]}
+    facts = {"host": platform.node(), "trains": not failures, "findings": [finding._asdict() for finding in findings]}
     page = f"training {'would stop' if failures else 'can start'}: {failures} problems, {warned} warnings"
     return Result(facts, page, error=SystemExit(2) if failures else None)
 

@@ -51,9 +51,8 @@ class Cluster(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
-    a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
-    before it builds anything."""
+    """Resources that every rank can count on. card_gib: of a rank's GPU; host_gib: of a node, which `ranks_per_node`
+    share; without a GPU, what they may use of it now. libraries: bytes of a process before it builds anything."""
 
     ranks: int
     ranks_per_node: int
@@ -245,10 +244,8 @@ def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str)
 
 def with_margins(memory: Memory, world_size: int) -> Memory:
     """Add what is not in tensors: fragmentation, and, assumed, half a GiB for driver and kernels, and for NCCL."""
-    margins = {
-        "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
-        "CUDA context and NCCL": GIB // 2 * (2 if world_size > 1 else 1),
-    }
+    margins = {"fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values()))}
+    margins["CUDA context and NCCL"] = GIB // 2 * (2 if world_size > 1 else 1)
     return Memory(memory.moment, memory.parts | margins)
 
 

@@ -8,10 +8,9 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -186,8 +185,7 @@ _PLAIN = PerformanceOptions(packed=False, cls_only_last_block=False, channels_la
 CLIPPING = 3.0
 
 
-@dataclass(frozen=True)
-class LadderStep:
+class LadderStep(NamedTuple):
     """How a training step of the ladder is built. exact: its result equals the plain step's up to rounding."""
 
     name: str
@@ -205,7 +203,7 @@ def all_steps() -> list[LadderStep]:
 
     def add(name: str, levers: dict[str, Any] | None = None, **changes: Any) -> None:
         changes["performance"] = dataclasses.replace(steps[-1].performance, **levers or {})
-        steps.append(dataclasses.replace(steps[-1], name=name, **changes))
+        steps.append(steps[-1]._replace(name=name, **changes))
 
     add("packed crops", {"packed": True})
     add("CLS-only last block", {"cls_only_last_block": True})

@@ -147,14 +147,10 @@ class Search:
         fastest = replace(fastest, name=f"{own}, as given")
         settings = {fastest.resolved: fastest}
         recipe, own_path = fastest.recipe, self._path
-        levers: list[tuple[str, Recipe, str, dict[str, str]]] = [
-            *(
-                (file.stem, recipe, f"ds_configs/{file.name}", {})
-                for file in sorted(CHECKOUT.glob("ds_configs/*.json"))
-            ),
-            ("recomputation", recipe, own_path, {"activation_checkpointing.number_checkpoints": "auto"}),
-            ("torch.compile", recipe, own_path, {"dino_ds.compile": "default"}),
-        ]
+        shipped = sorted(CHECKOUT.glob("ds_configs/*.json"))
+        levers = [(file.stem, recipe, f"ds_configs/{file.name}", dict[str, str]()) for file in shipped]
+        levers.append(("recomputation", recipe, own_path, {"activation_checkpointing.number_checkpoints": "auto"}))
+        levers.append(("torch.compile", recipe, own_path, {"dino_ds.compile": "default"}))
         if "channels_last" in recipe.model.spec().obeys:
             levers.append(("channels last", recipe, own_path, {"dino_ds.channels_last": "true"}))
         if recipe.crops.num_local > 1:

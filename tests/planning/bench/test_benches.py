@@ -58,31 +58,22 @@ def _bench_step(**changes):
 
 
 @pytest.mark.slow
-def test_step(capsys, no_children):
-    _bench_step()
-    result = _result(capsys)
-    (setting,) = result["settings"]
-    assert setting["images_per_second"] == pytest.approx(2 / setting["step_seconds"])
-    assert set(setting["parts"]) == {*PARTS, "other"}
-    assert sum(setting["parts"].values()) == pytest.approx(1)
-    assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
-    recipe = tiny_recipe()
-    flops = sum(model_flops(recipe).values())
-    assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
-    assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
-    assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
-    assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
-    assert result["host"]["versions"]["torch"] and "ratio" not in result
-
-
-@pytest.mark.slow
-def test_step_compares_two_settings(capsys, no_children):
+def test_step_of_two_settings(capsys, no_children):
     _bench_step(compare="ds.zero_optimization.stage=0,3")
     result = _result(capsys)
-    first, second = result["settings"]
-    assert [first["name"], second["name"]] == ["ds.zero_optimization.stage=0", "ds.zero_optimization.stage=3"]
-    assert result["ratio"] == pytest.approx(second["images_per_second"] / first["images_per_second"])
-    assert (first["stage"], second["stage"]) == (0, 3)
+    flops = sum(model_flops(tiny_recipe()).values())
+    for stage, setting in zip((0, 3), result["settings"], strict=True):
+        assert (setting["stage"], setting["name"]) == (stage, f"ds.zero_optimization.stage={stage}")
+        assert setting["images_per_second"] == pytest.approx(2 / setting["step_seconds"])
+        parts = setting["parts"]
+        assert set(parts) == {*PARTS, "other"} and sum(parts.values()) == pytest.approx(1)
+        assert parts["data"] == 0 < min(parts[part] for part in ("teacher", "student", "backward", "ema"))
+        assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
+        assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
+        assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
+        assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
+    first, second = (setting["images_per_second"] for setting in result["settings"])
+    assert result["ratio"] == pytest.approx(second / first) and result["host"]["versions"]["torch"]
     page = step._page(result)
     assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page and "torch" in page
 
