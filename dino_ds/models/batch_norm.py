@@ -151,13 +151,12 @@ class _SyncedOnGpu(torch.autograd.Function):
         return (grad_x, of_weight, of_bias, None) if affine else (grad_x, None, None, None)
 
 
-def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
     """Gather two tensors (c,) from all ranks -> (ranks, c) each."""
     local = torch.cat((first, second))
     gathered = local.new_empty(distributed.world_size() * len(local))
     dist.all_gather_into_tensor(gathered, local)
-    firsts, seconds = gathered.view(-1, 2, len(first)).unbind(1)
-    return firsts, seconds
+    return gathered.view(-1, 2, len(first)).unbind(1)
 
 
 def _dense(x: Tensor) -> Tensor:

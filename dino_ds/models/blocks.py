@@ -56,10 +56,9 @@ class Block(nn.Module):
         return self.add(1, x, self.mlp(self.norm2(x)), second)
 
     @property
-    def gammas(self) -> tuple[Tensor | None, Tensor | None]:
+    def gammas(self) -> tuple[Tensor | None, ...]:
         """LayerScale's factors of the two branches, or None; not read under ZeRO 3, which partitions them."""
-        first, second = (scale.gamma if isinstance(scale, LayerScale) else None for scale in (self.ls1, self.ls2))
-        return first, second
+        return tuple(scale.gamma if isinstance(scale, LayerScale) else None for scale in (self.ls1, self.ls2))
 
     def add(self, i: int, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
         """x plus the branch of the attention, 0, or of the MLP, 1, by `add_branch`."""
@@ -143,7 +142,7 @@ class RotaryBlock(Block):
                 nn.init.constant_(gamma, self._layer_scale)
 
     @property
-    def gammas(self) -> tuple[Tensor | None, Tensor | None]:
+    def gammas(self) -> tuple[Tensor | None, ...]:
         return self.gamma_1, self.gamma_2
 
     def add(self, i: int, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
