@@ -22,7 +22,6 @@ FORMAT = 1  # the number under the key "format": a change of a file's content th
 MAX_BYTES = 1 << 18
 MAX_JSON_BYTES = 64 << 20
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20  # of a file that a run appends to for years, and of one line of it
-_MOST_TEXT, _MOST_NAME = 4096, 255  # bytes of a path on Linux, and of a name in it
 
 
 def read_text(path: str, kind: str) -> str:
@@ -102,9 +101,8 @@ def unusable_text(text: str) -> str:
     if b"\0" in raw:
         return f"{start} holds a NUL character"
     longest = max(len(name) for name in re.split(rb"[/,\s]", raw))
-    if len(raw) > _MOST_TEXT or longest > _MOST_NAME:
-        return f"{start} is too long: {len(raw)} bytes; a path has at most {_MOST_TEXT}, a name in it {_MOST_NAME}"
-    return ""
+    is_long = len(raw) > 4096 or longest > 255
+    return f"{start} is too long: {len(raw)} bytes; a path has at most 4096, a name in it 255" if is_long else ""
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

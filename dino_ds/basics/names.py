@@ -40,9 +40,7 @@ def as_written(value: object) -> str:
 
 def unquoted(value: object) -> str:
     """A value as it is written in a YAML file; unlike in `as_written`, text has no quotes."""
-    if value is None:
-        return "null"
-    return value if isinstance(value, str) else as_written(value)
+    return "null" if value is None else value if isinstance(value, str) else as_written(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

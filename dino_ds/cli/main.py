@@ -325,8 +325,6 @@ def function_of(command: str) -> Callable[..., Result | None]:
             from dino_ds.commands.curate import run
         case "export":
             from dino_ds.commands.export import run
-        case _:
-            raise AssertionError(f"the command {command} has no function")
     return run
 
 
