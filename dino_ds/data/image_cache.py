@@ -71,8 +71,7 @@ class ImageCache:
             return None
         *shape, itemsize, shrinks = np.frombuffer(self._memory, np.int32, _HEADER, offset).tolist()
         dtype = np.uint8 if itemsize == 1 else np.float32
-        pixels = np.frombuffer(self._memory, dtype, shape[0] * shape[1] * shape[2], offset + _ALIGNED)
-        return pixels.reshape(shape), bool(shrinks)
+        return np.ndarray(shape, dtype, self._memory, offset + _ALIGNED), bool(shrinks)
 
     def put(self, index: int, pixels: np.ndarray, shrinks: bool) -> None:
         """Keep pixels (h, w, c) of uint8 or float32, if there is room."""
@@ -88,7 +87,7 @@ class ImageCache:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
         header = [*pixels.shape, pixels.itemsize, shrinks]
         np.frombuffer(self._memory, np.int32, _HEADER, offset)[:] = header
-        np.frombuffer(self._memory, pixels.dtype, pixels.size, offset + _ALIGNED)[:] = pixels.reshape(-1)
+        np.ndarray(pixels.shape, pixels.dtype, self._memory, offset + _ALIGNED)[:] = pixels
         self._table[_FIRST + index] = offset  # last: now others may read it
 
     def take_note(self) -> str | None:

@@ -49,11 +49,11 @@ class Mixture(EncodedImages, Joined):
         self.classes: list[str] | None = None
         if any(source.labels is not None for source in self.sources):
             self.classes, numbers = join_classes(source.classes or () for source in self.sources)
-            labels = np.full(len(self), -1, np.int32)
-            for number, source in enumerate(self.sources):
-                if source.labels is not None:
-                    labels[self.first_of(number) : self.ends[number]] = numbers[number][np.asarray(source.labels)]
-            self.labels = Labels(labels)
+            labels = [
+                np.full(len(source), -1, np.int32) if source.labels is None else joined[np.asarray(source.labels)]
+                for source, joined in zip(self.sources, numbers, strict=True)
+            ]
+            self.labels = Labels(np.concatenate(labels))
         unnamed = (all(map(str.isdigit, source.classes or "-")) for source in self.sources)
         self.notes = note_unnamed(part.place for part in itertools.compress(parts, unnamed))
         self.notes += [f"{place}: {note}" for place, source in self.joined for note in getattr(source, "notes", ())]

@@ -90,8 +90,23 @@ class MultiCrop:
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group; all randomness is from `seed`."""
-        sampled = zip(self.sample(image.width, image.height, seed), self.sizes, strict=True)
-        return [to_tensor(apply_crop(image, crop, size), self.normalization) for crop, size in sampled]
+        crops = []
+        for sampled, size in zip(self.sample(image.width, image.height, seed), self.sizes, strict=True):
+            crop = image.crop(sampled.box).resize((size, size), BICUBIC)
+            if sampled.turns:
+                crop = crop.transpose(getattr(Image.Transpose, f"ROTATE_{90 * sampled.turns}"))
+            if sampled.flip:
+                crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            for name, factor in sampled.jitter:
+                crop = _JITTER[name](crop, factor)
+            if sampled.gray:
+                crop = crop.convert("L").convert("RGB")
+            if sampled.blur_radius is not None:
+                crop = crop.filter(ImageFilter.GaussianBlur(sampled.blur_radius))
+            if sampled.solarize:
+                crop = ImageOps.solarize(crop, 128)
+            crops.append(to_tensor(crop, self.normalization))
+        return crops
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """Draw the parameters of all crops of an image of this size in pixels, each crop's in the order of fields."""
@@ -266,24 +281,6 @@ def shrunk_box(box: Box, across: float, down: float) -> Box:
     """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
     left, top = round(box[0] * across), round(box[1] * down)
     return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)
-
-
-def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
-    """Cut and augment one crop (size x size pixels) of an RGB image."""
-    crop = image.crop(sampled.box).resize((size, size), BICUBIC)
-    if sampled.turns:
-        crop = crop.transpose(getattr(Image.Transpose, f"ROTATE_{90 * sampled.turns}"))
-    if sampled.flip:
-        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    for name, factor in sampled.jitter:
-        crop = _JITTER[name](crop, factor)
-    if sampled.gray:
-        crop = crop.convert("L").convert("RGB")
-    if sampled.blur_radius is not None:
-        crop = crop.filter(ImageFilter.GaussianBlur(sampled.blur_radius))
-    if sampled.solarize:
-        crop = ImageOps.solarize(crop, 128)
-    return crop
 
 
 def _shift_hue(image: Image.Image, turns: float) -> Image.Image:

@@ -171,10 +171,6 @@ def _images(*size: int) -> Tensor:
     return images(*(size or (SIZE, SIZE)), count=2)
 
 
-def _same(ours: Tensor, theirs: Tensor) -> None:
-    assert_same(ours, theirs, 1e-4)
-
-
 def _random(model: nn.Module) -> nn.Module:
     """Weights that matter everywhere, and keep what passes through many blocks of a size."""
     torch.manual_seed(0)
@@ -208,7 +204,7 @@ def test_timm_s_file_gives_timm_s_features(name, tmp_path):
     assert "no file says the size of its images: 224 pixels are assumed" in ours.notes
     with torch.no_grad():
         for size in ((SIZE, SIZE), (96, 48)):
-            _same(ours.features(_images(*size)), theirs(_images(*size)))
+            assert_same(ours.features(_images(*size)), theirs(_images(*size)), 1e-4)
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     config = {"architecture": name, "model_args": arguments, "pretrained_cfg": {"input_size": [3, 256, 256]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -247,7 +243,7 @@ def test_files_of_facebookresearch(name, tmp_path):
     assert ours.vit.arch == dataclasses.replace(model.vit.arch, local_cls_norm=False)
     assert ours.mask_token is not None and ours.mask_token.equal(mask)
     assert "rounded, by up to 0.2 %" in ours.notes[0] or "rounded, by up to 0.3 %" in ours.notes[0]
-    _same(ours.features(_images()), model.features(_images()))
+    assert_same(ours.features(_images()), model.features(_images()), 1e-4)
     if name.endswith("_qkvb"):  # a start says nothing of learned positions, whose key it would refuse
         recipe = load_recipe(None, {"model.init_from": str(tmp_path / "a.pth"), "model.backbone": "from_source"})
         recipe = as_source(change_recipe(recipe, {"model.heads": "2"}), None)

@@ -56,15 +56,11 @@ def _recipe(**changes):
     return load_recipe(None, {**TINY, **CHANGES, **{key.replace("__", "."): value for key, value in changes.items()}})
 
 
-def _pictures(model, out):
-    draw_pictures(PicturesOptions(model=model, only=("pca",), out=str(out)))
-
-
 COMMANDS = {
     "load": lambda model, out: dino_ds.load(model),
     "export": lambda model, out: export(ExportOptions(model=model, format="timm", out=str(out), json=True)),
     "embed": lambda model, out: dino_ds.embed(model, workers=0),
-    "pictures": _pictures,
+    "pictures": lambda model, out: draw_pictures(PicturesOptions(model=model, only=("pca",), out=str(out))),
     "init_from": lambda model, out: find_start(_recipe(model__init_from=model).model),
     "from_source": lambda model, out: as_source(_recipe(model__init_from=model, model__backbone="from_source"), None),
     "teacher.source": lambda model, out: find_teacher(_recipe(teacher__source=model)),
