@@ -75,15 +75,15 @@ class Engine:
         network.backbone.checkpoint_segments(segments)
         network.train()
 
-        in_checkpoints = set(network.state_dict())
+        modules, in_checkpoints = dict(network.named_modules()), set(network.state_dict())
         buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
+        self._buffers = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in buffers}
         self._saved_buffers = [name for name in buffers if name in in_checkpoints]
         optimizer = optim.build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
         by_part = options.clip_by != optim.WHOLE
         self._engine, self._optimizer = initialize(network, optimizer, config, clips=not by_part)
         for name, buffer in buffers.items():  # DeepSpeed has cast them together with the parameters
-            owner, _, leaf = name.rpartition(".")
-            setattr(network.get_submodule(owner), leaf, buffer.to(self.device))
+            setattr(*self._buffers[name], buffer.to(self.device))
         weakref.finalize(self, _release, self._engine).atexit = False
 
         if isinstance(optimizer, (optim.Lars, Muon)) and config.stage:
@@ -213,8 +213,7 @@ class Engine:
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; with `saved` only those that checkpoints hold."""
-        buffers = dict(self._engine.module.named_buffers())
-        return {name: buffers[name] for name in self._saved_buffers} if saved else buffers
+        return {name: getattr(*self._buffers[name]) for name in (self._saved_buffers if saved else self._buffers)}
 
     def unsynced_statistics(self) -> list[Tensor]:
         """FP32 running averages of the BatchNorm layers that each rank computes over its own batch alone."""
