@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 PAGE = 4096
-
-
-@contextmanager
-def small_disk(place: Path, free_kib: int) -> Iterator[Path]:
-    """A disk at `place` with `free_kib` free (FILLER takes the rest). Skips a test without the right to mount."""
-    mount_disk(place)
-    try:
-        fill(place, free_kib)
-        yield place
-    finally:
-        unmount(place)
 
 
 def mount_disk(place: Path, kib: int = 4096) -> None:

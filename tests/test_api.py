@@ -186,13 +186,13 @@ def test_a_second_training_at_the_same_time_is_refused(tmp_path):
 @pytest.mark.slow
 def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path, monkeypatch):
     """Signals can't be handled there, and nothing ends the process that a run is part of."""
-    asked, watchdog = [], guards.Watchdog
+    asked, watchdog = [], guards.watchdog
 
     def note(*given):
         asked.append(given[-1])
         return watchdog(*given)
 
-    monkeypatch.setattr(guards, "Watchdog", note)
+    monkeypatch.setattr(guards, "watchdog", note)
     given = {"run_dir": tmp_path / "run", "max_steps": 1, **recipe, "eval.every": "0 steps"}
     thread = threading.Thread(target=lambda: dino_ds.train(**given))
     thread.start()

@@ -22,37 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.basics.files import discard, put_in_place, replace_file, sync
 from dino_ds.basics.formatting import short
 from dino_ds.basics.names import step_name
-from dino_ds.checkpoint.manifest import (
-    KEPT,
-    MANIFEST,
-    STEP_NAME,
-    FileRecord,
-    Files,
-    HostCopies,
-    Manifest,
-    PendingSave,
-    SavedCheckpoint,
-    as_os_error,
-    bytes_of,
-    check_content,
-    check_present,
-    checksum,
-    files_of_this_rank,
-    read_manifest,
-    sealed,
-)
+from dino_ds.checkpoint import manifest as manifests
+from dino_ds.checkpoint.manifest import Manifest, PendingSave, SavedCheckpoint
 from dino_ds.engine import distributed
 from dino_ds.engine.distributed import RankFlags
 from dino_ds.errors import NO_SPACE, CheckpointError, OutOfMemory, StorageError, UserError
 from dino_ds.health.beat import Event
 
-Read = Callable[[Path, Callable[[int], object]], FileRecord]
+Read = Callable[[Path, Callable[[int], object]], manifests.FileRecord]
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 
@@ -97,20 +81,17 @@ class Checkpoints:
     def _inspect(
         self, step: int, run_id: str | None, accept: Callable[[Manifest], None]
     ) -> tuple[Manifest | None, str]:
-        """The manifest of an intact checkpoint, else a description of the damage; the same on all ranks.
-
-        Every rank reads the manifest; the files are divided among the ranks to verify their checksums.
-        """
+        """The manifest of an intact checkpoint, else a description of the damage; ranks share the files, and agree."""
         folder, manifest, problem = self.folder / step_name(step), None, ""
         try:
             # Unlike Path.resolve, realpath raises nothing for a link to itself.
             if os.path.dirname(os.path.realpath(folder)) != os.path.realpath(self.folder):
                 raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
-            manifest = read_manifest(folder)
+            manifest = manifests.read_manifest(folder)
             if run_id not in (None, manifest.run_id):
                 file = self.folder.parent / "environment.json"
                 raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run than {file} says")
-            check_present(folder, manifest)
+            manifests.check_present(folder, manifest)
         except CheckpointError as error:
             problem = str(error)
         except OSError as error:
@@ -166,7 +147,7 @@ class Checkpoints:
         If the process dies here, `latest` names the new checkpoint or the one before.
         """
         written, folder = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
-        replace_file(written / MANIFEST, sealed(manifest.model_dump()))
+        replace_file(written / manifests.MANIFEST, manifests.sealed(manifest.model_dump()))
         if os.path.lexists(folder):
             self._remove(folder)
         put_in_place(written, folder)
@@ -180,15 +161,15 @@ class Checkpoints:
             folder = self.folder / step_name(step)
             with contextlib.suppress(CheckpointError, OSError):
                 if step <= newest:
-                    check_present(folder, read_manifest(folder))
+                    manifests.check_present(folder, manifests.read_manifest(folder))
                     good.append(step)
         oldest = good[: self._keep][-1]
-        best = read_manifest(self.folder / step_name(newest)).state.get(KEPT)
+        best = manifests.read_manifest(self.folder / step_name(newest)).state.get(manifests.KEPT)
         for step in self._steps():
             if step < oldest and step != best and not (self._keep_every and step % self._keep_every == 0):
                 self._remove(self.folder / step_name(step))
         for path in self.folder.glob(_ASIDE + "step_*"):
-            match = STEP_NAME.fullmatch(path.name.removeprefix(_ASIDE))
+            match = manifests.STEP_NAME.fullmatch(path.name.removeprefix(_ASIDE))
             if match and int(match[1]) <= newest:
                 self._remove(path)
 
@@ -204,11 +185,11 @@ class Checkpoints:
         """Steps of all entries of the folder that have a checkpoint's name, newest first."""
         if not self.folder.is_dir():
             return []
-        matches = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
+        matches = [match for name in os.listdir(self.folder) if (match := manifests.STEP_NAME.fullmatch(name))]
         return sorted((int(m[1]) for m in matches if step_name(int(m[1])) == m[0]), reverse=True)
 
 
-def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
+def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = manifests.checksum) -> str:
     """Read these files of a checkpoint with `read`; returns a description of the first damage, or ""."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
@@ -216,11 +197,12 @@ def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Re
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         for name in names:
             try:
-                check_content(folder, name, manifest, read(folder / name, bar.update))
-            except CheckpointError as error:
-                return str(error)
+                record, expected = read(folder / name, bar.update), manifest.files[name]
             except OSError as error:
                 return f"checkpoint file {folder / name} can't be read ({error.strerror})"
+            if record != expected:
+                how = f"crc {record.crc32:08x}, expected {expected.crc32:08x}: its bytes are not those that were saved"
+                return f"checkpoint file {folder / name} is damaged ({how})"
     return ""
 
 
@@ -271,13 +253,15 @@ class Saving:
         self._pending: PendingSave | None = None
         self._last: dict[str, Any] | None = None
         self._number = self._failures = 0
-        self._background_tasks = _BackgroundTasks(checkpoints, finish)
-        self.copies = HostCopies()
+        self._finish = finish
+        self._tasks_error: OSError | None = None
+        self._tasks: threading.Thread | None = None
+        self.copies: dict[tuple[str, str], Tensor] = {}
         self.cost: SaveCost | None = None
 
     def check_space(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], more: int) -> None:
         """Raise StorageError, on all ranks, if the disk has no space for one checkpoint and `more` bytes."""
-        total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
+        total = sum(distributed.gather_objects(manifests.bytes_of(manifests.files_of_this_rank(tensors, whole))))
         needed, folder = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES, self._checkpoints.folder
         with distributed.raise_on_all_ranks():
             if distributed.rank() == 0:
@@ -307,16 +291,16 @@ class Saving:
         if self._pending is not None and self._pending.manifest != manifest:
             lines += self._wait_and_commit(must=False)
         if self._pending is None and self._last != manifest:
-            lines += self._start(files_of_this_rank(tensors, whole), layout, manifest, wait)
+            lines += self._start(manifests.files_of_this_rank(tensors, whole), layout, manifest, wait)
         if wait or not self._background:
             lines += self._wait_and_commit(must=wait)
         if wait:
-            lines += self._background_tasks.wait(must=True)
+            lines += self._wait_for_tasks(must=True)
         return lines
 
     def poll(self) -> list[str]:
         """After an applied step, commit a save that all ranks have written; returns log lines. Raises StorageError."""
-        lines, pending = self._background_tasks.ended(), self._pending
+        lines, pending = self._ended_tasks(), self._pending
         if pending is not None:
             written = self._flags.count("saved") + self._flags.count("save_failed")
             if written == pending.number * distributed.world_size():
@@ -328,19 +312,19 @@ class Saving:
 
         With `must` a failure raises StorageError on all ranks; else it is a line, unless it is the third in a row.
         """
-        return self._wait_and_commit(must) + self._background_tasks.wait(must)
+        return self._wait_and_commit(must) + self._wait_for_tasks(must)
 
-    def _start(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
-        begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
+    def _start(self, files: manifests.Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
+        begun, step, size = time.perf_counter(), int(manifest["step"]), manifests.bytes_of(files)
         lines: list[str] = []
         total, problem = self._make_room(step, size)
         if problem:  # older checkpoints may be about to be removed
-            lines += self._background_tasks.wait()
+            lines += self._wait_for_tasks()
             total, problem = self._make_room(step, size)
             if problem:
                 return lines + self._failed(step, StorageError(problem), must=wait)
         if self._background and not wait:
-            files = self.copies.take(files)
+            files = self._copied(files)
         number = self._number = self._number % _NUMBERS + 1
         self._pending = PendingSave(number, manifest, layout, total, begun)
         self._pending.start(
@@ -349,6 +333,18 @@ class Saving:
             lambda good: self._flags.set("saved" if good else "save_failed", number),
         )
         return lines
+
+    def _copied(self, files: manifests.Files) -> manifests.Files:
+        """The tensors as they are now, in host memory that all saves reuse; page-locked for tensors on a GPU."""
+        copies: manifests.Files = {name: {} for name in files}
+        for name, key, tensor in ((name, *item) for name, file in files.items() for item in file.items()):
+            host = self.copies.get((name, key))
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name][key] = self.copies[name, key] = host.copy_(tensor.detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
 
     def _make_room(self, step: int, size: int) -> tuple[int, str]:
         """Make the folder, on rank 0; on all ranks, return the bytes of all files, and why they can't be written."""
@@ -394,7 +390,7 @@ class Saving:
                 manifest = Manifest(**pending.manifest, layouts=[layout for _, layout, _ in answers], files=files)
                 folder = self._checkpoints.commit(manifest)
             except Exception as error:  # of any kind: the other ranks wait for the outcome
-                reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
+                reason = self._reason(pending, manifests.as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
         stalled = pending.stalled + now - begun
         outcomes = distributed.gather_objects((reason, stalled, now - pending.begun))
@@ -402,7 +398,7 @@ class Saving:
             return self._failed(pending.step, reason, must)
         self._failures, self._last = 0, pending.manifest
         if folder is not None:
-            self._background_tasks.start(folder, pending.step)
+            self._start_tasks(folder, pending.step)
         _, stalls, seconds = zip(*outcomes, strict=True)
         self.cost = cost = SaveCost(max(stalls), max(seconds), pending.bytes)
         size = f"{short(cost.bytes / 2**30)} GiB in {cost.seconds:.1f} s"
@@ -432,17 +428,9 @@ class Saving:
         line = f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"
         return [Event(line, "save failed", step=step)]
 
-
-class _BackgroundTasks:
-    """The work of rank 0 after a commit, in a thread: remove older checkpoints, then run `finish`."""
-
-    def __init__(self, checkpoints: Checkpoints, finish: Callable[[Path], None]) -> None:
-        self._checkpoints, self._finish = checkpoints, finish
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
-
-    def start(self, folder: Path, step: int) -> None:
-        before = self._thread
+    def _start_tasks(self, folder: Path, step: int) -> None:
+        """Start the work of rank 0 after a commit: remove older checkpoints, then run `finish`."""
+        before = self._tasks
 
         def work() -> None:
             if before is not None:
@@ -451,26 +439,26 @@ class _BackgroundTasks:
                 self._checkpoints.rotate(step)
                 self._finish(folder)
             except Exception as error:
-                self._error = as_os_error(error, folder)
+                self._tasks_error = manifests.as_os_error(error, folder)
 
-        self._thread = threading.Thread(target=work, name="after save", daemon=True)
-        self._thread.start()
+        self._tasks = threading.Thread(target=work, name="after save", daemon=True)
+        self._tasks.start()
 
-    def ended(self, must: bool = False) -> list[str]:
-        """Lines for the log once the work has ended, [] before. With `must`, a failure is raised."""
-        if self._thread is None or self._thread.is_alive():
+    def _ended_tasks(self, must: bool = False) -> list[str]:
+        """Lines for the log once the work after a commit has ended, [] before. With `must`, a failure is raised."""
+        if self._tasks is None or self._tasks.is_alive():
             return []
-        error, self._thread, self._error = self._error, None, None
+        error, self._tasks, self._tasks_error = self._tasks_error, None, None
         if error is not None and must:
             raise _explained("after a save", error)
         return [] if error is None else [f"warning  {_explained('after a save', error)}"]
 
-    def wait(self, must: bool = False) -> list[str]:
-        """Wait for the work to end. With `must`, a failure is raised on all ranks, and all must call this."""
-        if self._thread is not None:
-            self._thread.join()
+    def _wait_for_tasks(self, must: bool = False) -> list[str]:
+        """Wait for the work after a commit. With `must`, a failure is raised on all ranks, and all must call this."""
+        if self._tasks is not None:
+            self._tasks.join()
         with distributed.raise_on_all_ranks() if must else contextlib.nullcontext():
-            return self.ended(must)
+            return self._ended_tasks(must)
 
 
 def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:

@@ -129,25 +129,6 @@ def bytes_of(files: Files) -> int:
     return sum(t.numel() * t.element_size() + 256 for t in tensors) + 1024 * len(files)
 
 
-class HostCopies:
-    """Host memory for one copy of this rank's files, reused by all saves; page-locked for tensors on a GPU."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, str], Tensor] = {}
-
-    def take(self, files: Files) -> Files:
-        """Copy the tensors as they are now."""
-        copies: Files = {name: {} for name in files}
-        for name, key, tensor in ((name, *item) for name, file in files.items() for item in file.items()):
-            host = self.tensors.get((name, key))
-            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name][key] = self.tensors[name, key] = host.copy_(tensor.detach(), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copies
-
-
 @dataclass
 class PendingSave:
     """A save that a thread is writing. `number` is its flag in a step; `manifest`, `layout`: see Saving.save.
@@ -281,14 +262,6 @@ def check_present(folder: Path, manifest: Manifest) -> None:
         size = (folder / name).stat().st_size
         if size != record.bytes:
             raise CheckpointError(f"checkpoint file {folder / name} is damaged ({size} bytes, expected {record.bytes})")
-
-
-def check_content(folder: Path, name: str, manifest: Manifest, record: FileRecord) -> None:
-    """Check that one file's bytes are the saved ones. Raises CheckpointError."""
-    expected = manifest.files[name]
-    if record != expected:
-        how = f"crc {record.crc32:08x}, expected {expected.crc32:08x}: its bytes are not those that were saved"
-        raise CheckpointError(f"checkpoint file {folder / name} is damaged ({how})")
 
 
 class SavedCheckpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -167,8 +168,7 @@ class RankFlags:
         self._mine = dict.fromkeys(names, 0.0)
         self._sent = torch.zeros(len(names), device=where)
         self._changed = False
-        self._newest: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self._readable: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._sums: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
 
     def set(self, name: str, value: float = 1.0) -> None:
         """Change this rank's flag; signal handlers and other threads may call it."""
@@ -188,21 +188,18 @@ class RankFlags:
 
     def push(self, sums: torch.Tensor) -> None:
         """Receive the sums over ranks; called once per step on every rank."""
-        self._readable = self._newest
-        if not sums.is_cuda:
-            self._newest = (sums.detach().clone(), None)
-            return
-        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=sums.is_cuda)
         host.copy_(sums.detach(), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._newest = (host, event)
+        event = torch.cuda.Event() if sums.is_cuda else None
+        if event is not None:
+            event.record()
+        self._sums.append((host, event))
 
     def count(self, name: str) -> float:
         """A flag's sum over ranks in the step before the last, the same on every rank; 0 in the first steps."""
-        if self._readable is None:
+        if len(self._sums) < 2:
             return 0.0
-        host, event = self._readable
+        host, event = self._sums[0]
         if event is not None:
             event.synchronize()
         return float(host[list(self._mine).index(name)])

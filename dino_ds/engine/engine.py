@@ -19,19 +19,11 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
 from dino_ds.config.ds_schema import LOGGERS, DsConfig, check_offload, offloads_optimizer
-from dino_ds.engine import distributed, optim
+from dino_ds.engine import distributed, optim, state
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.muon import Muon
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.engine.state import (
-    EngineState,
-    OptimizerShard,
-    SavedState,
-    export_state,
-    import_state,
-    lay_out_shards,
-    partitions_of,
-)
+from dino_ds.engine.state import EngineState, OptimizerShard, SavedState
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops
 from dino_ds.models.batch_norm import unsynced_statistics
@@ -87,7 +79,7 @@ class Engine:
         weakref.finalize(self, _release, self._engine).atexit = False
 
         if isinstance(optimizer, (optim.Lars, Muon)) and config.stage:
-            lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
+            state.lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
         optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         self._unsynced = unsynced_statistics(network)
         parts: dict[str, list[nn.Parameter]] = {}  # those with which parameters are clipped
@@ -165,10 +157,7 @@ class Engine:
         return before["cur_hysteresis"] <= 1 and before["cur_scale"] <= self._optimizer.loss_scaler.min_scale
 
     def _stage0_clip(self) -> bool:
-        """Clip the gradient, or remove it if not finite: NaN would reach the weights. Returns whether it was finite.
-
-        At stage 0 DeepSpeed has summed gradients over ranks before this; from stage 1 on it checks them itself.
-        """
+        """Clip the gradient, or remove it if not finite, as DeepSpeed does from stage 1 on; whether it is finite."""
         gradients = [[p.grad for p in part if p.grad is not None] for part in self._stage0_parts]
         norms = [torch.nn.utils.get_total_norm(part) for part in gradients]
         self._stage0_norm = float(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
@@ -222,7 +211,7 @@ class Engine:
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""
         assert self._engine.micro_steps % self.config.accumulation == 0, "a window of micro-batches is open"
-        return export_state(self._flats(), self._shapes, self.config.stage > 0, self._kind, self._dynamic_state())
+        return state.export_state(self._flats(), self._shapes, self.config.stage > 0, self._kind, self._dynamic_state())
 
     def load_state(self, saved: SavedState) -> None:
         """Restore in place what `state` gave on all ranks, at whatever stage, ranks, precision and offload that was.
@@ -230,7 +219,7 @@ class Engine:
         With the settings of the save, training goes on bit for bit. All ranks must call it. Raises CheckpointError, on
         all ranks, for a state of another network or kind of optimizer.
         """
-        parameters = import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
+        parameters = state.import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
         for name in _COUNTERS:
             setattr(self._engine, name, parameters.counters.get(name, 0))
         if self.config.dynamic_loss_scale:
@@ -247,7 +236,7 @@ class Engine:
         }
 
     def _flats(self) -> list[OptimizerShard]:
-        return partitions_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
+        return state.partitions_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
 
 
 def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:

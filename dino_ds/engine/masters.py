@@ -69,12 +69,14 @@ def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters
         return [WholeMasters([(name, p) for name, p in network.named_parameters() if p.requires_grad])]
     if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
         return [WholeMasters([(names[id(p)], p) for p in group]) for group in optimizer.bit16_groups]
-    return [*sharded_masters_of(optimizer, names)]
+    return [masters for masters, _, _ in shards_of(optimizer, names)]
 
 
-def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
-    """The layout of each of `master_shards`: which parameters it holds, and where."""
-    return [_layout_of_shard(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
+def shards_of(optimizer: Any, names: Names) -> list[tuple[FlatMasters | PartitionedMasters, Tensor, dict[str, Any]]]:
+    """For each of `master_shards`: which parameters it holds and where, the shard, and its parameter group."""
+    shards = master_shards(optimizer)
+    layouts = [_layout_of_shard(optimizer, i, names) for i in range(len(shards))]
+    return list(zip(layouts, shards, shard_groups(optimizer), strict=True))
 
 
 def _layout_of_shard(optimizer: Any, i: int, names: Names) -> FlatMasters | PartitionedMasters:

@@ -4,8 +4,8 @@ Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) with Ne
 iterations; an update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv 2502.16982), so that a learning rate
 means the same for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU.
 
-Under ZeRO 1 to 3 a matrix lies in slices on several ranks. By one exchange each rank assembles a share of the matrices
-from their slices, orthogonalizes them, and returns the slices of the updates by a second exchange; in each it sends and
+Under ZeRO 1 to 3 a matrix lies in pieces on several ranks. By one exchange each rank assembles a share of the matrices
+from their pieces, orthogonalizes them, and returns the pieces of the updates by a second exchange; in each it sends and
 receives about as many elements as it holds. At stage 0 each rank orthogonalizes a share of the matrices, and broadcasts
 the updates.
 
@@ -102,10 +102,10 @@ class Matrix(NamedTuple):
         return self.blocks * short * short * (2 * long + short)
 
 
-class Slice(NamedTuple):
-    """Elements [start, stop) of matrix number `matrix` lie from `offset` on in a rank's flat tensor."""
+class Piece(NamedTuple):
+    """Elements [start, stop) of `parameter` lie from `offset` on in a flat tensor."""
 
-    matrix: int
+    parameter: str
     start: int
     stop: int
     offset: int
@@ -158,13 +158,13 @@ class Muon(torch.optim.AdamW):
         self._exchanges: dict[Tensor, _Exchange] = {}
 
     def lay_out(
-        self, tensor: Tensor, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any
+        self, tensor: Tensor, matrices: Mapping[str, Matrix], pieces: list[list[Piece]], process_group: Any
     ) -> None:
-        """Declare that `tensor` holds this rank's slices of one group's `matrices`; `slices` are those of each rank.
+        """Declare that `tensor` holds this rank's pieces of one group's `matrices`; `pieces` are those of each rank.
 
         From now on all ranks must call `step` together.
         """
-        self._exchanges[tensor] = _Exchange(matrices, slices, process_group)
+        self._exchanges[tensor] = _Exchange(matrices, pieces, process_group)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -218,49 +218,48 @@ class Muon(torch.optim.AdamW):
 
 
 class _Exchange:
-    """Assembles each matrix of a group on one rank, to be orthogonalized there, and sends the update's slices back.
-    slices: those of each rank of `process_group`, in rank order."""
+    """Assembles each matrix of a group on one rank, to be orthogonalized there, and sends the update's pieces back.
+    pieces: those of each rank of `process_group`, in rank order."""
 
-    def __init__(self, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any) -> None:
+    def __init__(self, matrices: Mapping[str, Matrix], pieces: list[list[Piece]], process_group: Any) -> None:
         self._group, rank = process_group, dist.get_rank(process_group)
-        owners = share_out(matrices, len(slices))
-        self._mine = [i for i, owner in enumerate(owners) if owner == rank]
-        self._matrices = [matrices[i] for i in self._mine]
-        self._sent = [[part for part in slices[rank] if owners[part.matrix] == to] for to in range(len(slices))]
-        self._received = [[part for part in own if owners[part.matrix] == rank] for own in slices]
+        owners = dict(zip(matrices, share_out([*matrices.values()], len(pieces)), strict=True))
+        self._mine = {name: matrix for name, matrix in matrices.items() if owners[name] == rank}
+        self._sent = [[part for part in pieces[rank] if owners[part.parameter] == to] for to in range(len(pieces))]
+        self._received = [[part for part in own if owners[part.parameter] == rank] for own in pieces]
 
     def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of this rank's slices in the flat `tensor`, and the update of each; takes two collectives."""
-        sent, received = ([*itertools.chain.from_iterable(slices)] for slices in (self._sent, self._received))
+        """Views of this rank's pieces in the flat `tensor`, and the update of each; takes two collectives."""
+        sent, received = ([*itertools.chain.from_iterable(pieces)] for pieces in (self._sent, self._received))
         arrived = self._swap([_cut(gradient, part.offset, part) for part in sent], self._sent, self._received, tensor)
-        # Slices arrive in rank order: joined in this order, the slices of a matrix are the matrix.
-        pieces: dict[int, list[Tensor]] = {i: [] for i in self._mine}
+        # Pieces arrive in rank order: joined in this order, the pieces of a matrix are the matrix.
+        pieces: dict[str, list[Tensor]] = {name: [] for name in self._mine}
         for part, piece in zip(received, arrived, strict=True):
-            pieces[part.matrix].append(piece)
+            pieces[part.parameter].append(piece)
         wholes = [
-            (piece[0] if len(piece) == 1 else torch.cat(piece)).view(matrix.rows, matrix.columns)
-            for piece, matrix in zip(pieces.values(), self._matrices, strict=True)
+            (pieces[name][0] if len(pieces[name]) == 1 else torch.cat(pieces[name])).view(matrix.rows, matrix.columns)
+            for name, matrix in self._mine.items()
         ]
-        updates = {i: torch.empty_like(whole) for i, whole in zip(self._mine, wholes, strict=True)}
-        _orthogonalize(wholes, list(updates.values()), self._matrices)
-        back = [_cut(updates[part.matrix].view(-1), part.start, part) for part in received]
+        updates = {name: torch.empty_like(whole) for name, whole in zip(self._mine, wholes, strict=True)}
+        _orthogonalize(wholes, list(updates.values()), list(self._mine.values()))
+        back = [_cut(updates[part.parameter].view(-1), part.start, part) for part in received]
         return [_cut(tensor, part.offset, part) for part in sent], self._swap(back, self._received, self._sent, tensor)
 
     def _swap(
-        self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]], like: Tensor
+        self, parts: list[Tensor], sent: list[list[Piece]], received: list[list[Piece]], like: Tensor
     ) -> list[Tensor]:
-        """Send `parts`, the values of all slices in `sent`, and return those of all slices in `received`: lists by rank
+        """Send `parts`, the values of all pieces in `sent`, and return those of all pieces in `received`: lists by rank
         of the other side. like: has their dtype and device. A collective."""
         if len(sent) == 1:
             return parts
-        counts = [[sum(part.stop - part.start for part in slices) for slices in way] for way in (sent, received)]
+        counts = [[sum(part.stop - part.start for part in pieces) for pieces in way] for way in (sent, received)]
         values = torch.cat([like.new_empty(0), *parts])  # a rank may have none
         taken = values.new_empty(sum(counts[1]))
         dist.all_to_all_single(taken, values, counts[1], counts[0], group=self._group)
-        return list(taken.split([part.stop - part.start for slices in received for part in slices]))
+        return list(taken.split([part.stop - part.start for pieces in received for part in pieces]))
 
 
-def _cut(flat: Tensor, begin: int, piece: Slice) -> Tensor:
+def _cut(flat: Tensor, begin: int, piece: Piece) -> Tensor:
     return flat.narrow(0, begin, piece.stop - piece.start)
 
 

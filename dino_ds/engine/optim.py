@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine.masters import master_shards, shard_groups
-from dino_ds.engine.muon import Muon, matrices_of
+from dino_ds.engine.muon import Muon, Piece, matrices_of
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
@@ -136,16 +136,14 @@ class Lars(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "trust": trust})
-        self._shards: dict[Tensor, tuple[list[Layer], Tensor, int, Any]] = {}
+        self._shards: dict[Tensor, tuple[list[Piece], Tensor, int, Any]] = {}
 
-    def lay_out(self, tensor: Tensor, layers: list[Layer], total: int, process_group: Any) -> None:
-        """Declare that `tensor` holds this rank's `layers` of one group, whose `total` layers with a trust ratio are
-        split among ranks.
-
-        From now on all ranks must call `step` together, with equal groups.
-        """
-        numbers = torch.tensor([part.layer for part in layers], dtype=torch.long, device=tensor.device)
-        self._shards[tensor] = layers, numbers, total, process_group
+    def lay_out(self, tensor: Tensor, pieces: list[Piece], adapted: list[str], process_group: Any) -> None:
+        """Declare that `tensor` holds this rank's `pieces` of one group's parameters with a trust ratio, all of which
+        are `adapted`. From now on all ranks must call `step` together, with equal groups."""
+        owners = [adapted.index(piece.parameter) for piece in pieces]
+        numbers = torch.tensor(owners, dtype=torch.long, device=tensor.device)
+        self._shards[tensor] = pieces, numbers, len(adapted), process_group
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -172,7 +170,8 @@ class Lars(torch.optim.Optimizer):
             weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
         else:
             assert len(tensors) == 1
-            weights, steps = ([t.narrow(0, at, n) for _, at, n in laid_out[0]] for t in (*tensors, *gradients))
+            pieces = laid_out[0]
+            weights, steps = ([t.narrow(0, p.offset, p.stop - p.start) for p in pieces] for t in (*tensors, *gradients))
         if weights:
             torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
             norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
@@ -189,14 +188,6 @@ class Lars(torch.optim.Optimizer):
             ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()
             # Multiplied by tensors, not numbers: the ratios are on the device and must stay there.
             torch._foreach_mul_(steps, list(ratios.unbind()))
-
-
-class Layer(NamedTuple):
-    """Elements [offset, offset + numel) of a shard belong to layer number `layer` of the layers with a trust ratio."""
-
-    layer: int
-    offset: int
-    numel: int
 
 
 def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
@@ -222,10 +213,7 @@ def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
 
 
 class _ShardedGradient:
-    """The gradients that this rank owns under ZeRO 1 to 3, grouped by the part with which they are clipped.
-
-    limit: the largest norm of a part, or 0 where DeepSpeed clips.
-    """
+    """This rank's gradients under ZeRO 1 to 3, by the part with which they are clipped to `limit`, unless it is 0."""
 
     def __init__(self, optimizer: Any, limit: float) -> None:
         self._optimizer, self._limit = optimizer, limit
@@ -236,10 +224,7 @@ class _ShardedGradient:
         self._part_of = [self._parts.index(part) for part in parts]
 
     def norm(self) -> Tensor:
-        """The norm of all gradients times the loss scale: a scalar on the device, FP32, infinite if one is not finite.
-
-        A collective.
-        """
+        """The norm of all gradients times the loss scale, an FP32 scalar, infinite if one is not finite. Collective."""
         owned: list[list[Tensor]] = [[] for _ in self._parts]
         for i, gradients in self._optimizer.averaged_gradients.items():
             present = [g for g in gradients or () if g.numel() and not getattr(g, "_zero_padding", False)]
@@ -280,10 +265,7 @@ class _FactorOnce:
 
 
 def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
-    """Clip the gradients of DeepSpeed's BF16_Optimizer by part; returns their norm before clipping.
-
-    The gradients are FP32, whole on every rank, and have no loss scale.
-    """
+    """Clip the gradients of DeepSpeed's BF16_Optimizer, FP32 and whole on every rank; returns their norm before."""
     parts: dict[str, list[Tensor]] = {}
     for i, group in enumerate(optimizer.optimizer.param_groups):
         there = zip(optimizer.fp32_groups_gradients[i], optimizer.fp32_groups_has_gradients[i], strict=True)

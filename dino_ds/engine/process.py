@@ -139,10 +139,7 @@ def _store(timeout: timedelta) -> dist.Store:
 
 def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> tuple[bool, str]:
     """Wait until all ranks are there and choose gloo's interface; returns whether they are on several machines, and a
-    name for this start that no other has.
-
-    Raises ConfigError if they disagree on the world size.
-    """
+    name for this start that no other has."""
     _called_roll.append(None)
     prefix = _prefix()
     # This machine's address towards the machine of rank 0, and that machine's address as it is known here.

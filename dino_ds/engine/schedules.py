@@ -137,16 +137,14 @@ class Schedules:
     momenta: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     replacements: Mapping[str, Replacements] = field(default_factory=dict)
 
-    def _lr(self, step: int) -> float:
-        if step < self.warmup_steps and self.warmup_shape == "cosine":
-            return WeightSchedule(0.0, self.lr, self.warmup_steps).at(step)
-        return cosine_schedule(step, self.lr, self.lr if self.constant else self.min_lr, self.steps, self.warmup_steps)
-
     def at(self, step: int) -> ScheduleValues:
         """The values after `step` applied optimizer steps."""
         absent = self.frozen_prototypes == "no_gradient"
+        lr = cosine_schedule(step, self.lr, self.lr if self.constant else self.min_lr, self.steps, self.warmup_steps)
+        if step < self.warmup_steps and self.warmup_shape == "cosine":
+            lr = WeightSchedule(0.0, self.lr, self.warmup_steps).at(step)
         return ScheduleValues(
-            lr=self._lr(step),
+            lr=lr,
             weight_decay=cosine_schedule(step, self.weight_decay, self.weight_decay_end, self.steps),
             teacher_momentum=cosine_schedule(step, self.momentum, self.momentum_end, self.steps),
             teacher_temp=warmup_schedule(

@@ -10,24 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine import distributed
-from dino_ds.engine.masters import (
-    FlatMasters,
-    Names,
-    PartitionedMasters,
-    master_shards,
-    refresh_weights,
-    shard_groups,
-    sharded_masters_of,
-)
-from dino_ds.engine.muon import Matrix, Muon, Slice
-from dino_ds.engine.optim import Lars, Layer
+from dino_ds.engine.masters import FlatMasters, Names, PartitionedMasters, refresh_weights, shards_of
+from dino_ds.engine.muon import Matrix, Muon, Piece
+from dino_ds.engine.optim import Lars
 from dino_ds.errors import CheckpointError
 
 MASTER, STEP = "master", "step"
@@ -64,15 +56,6 @@ class SavedState(Protocol):
         ...
 
 
-class Piece(NamedTuple):
-    """Elements [start, stop) of `parameter` lie from `offset` on in a flat tensor."""
-
-    parameter: str
-    start: int
-    stop: int
-    offset: int
-
-
 @dataclass(frozen=True)
 class OptimizerShard:
     """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
@@ -103,12 +86,12 @@ def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shap
             OptimizerShard(name, group["name"], group["kind"], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
             for name, p, group in trained
         ]
-    masters, state = sharded_masters_of(optimizer, names), optimizer.optimizer.state
+    state = optimizer.optimizer.state
     return [
         OptimizerShard(
-            f"{group['name']}.{i}", group["name"], group["kind"], shard, state[shard], list(_pieces(masters[i], shapes))
+            f"{group['name']}.{i}", group["name"], group["kind"], shard, state[shard], list(_pieces(masters, shapes))
         )
-        for i, (group, shard) in enumerate(zip(shard_groups(optimizer), master_shards(optimizer), strict=True))
+        for i, (masters, shard, group) in enumerate(shards_of(optimizer, names))
     ]
 
 
@@ -132,22 +115,18 @@ def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int
 def lay_out_shards(inner: Lars | Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
     """Tell `inner`, under stages 1 to 3, which elements of this rank's shards belong to which layer, for LARS, or of
     all ranks' shards to which matrix, for Muon."""
-    shards = zip(sharded_masters_of(optimizer, names), master_shards(optimizer), shard_groups(optimizer), strict=True)
-    for masters, shard, group in shards:
-        group_names = [str(entry[0]) for entry in masters.layout]
+    for masters, shard, group in shards_of(optimizer, names):
+        members = [str(entry[0]) for entry in masters.layout]
         if isinstance(inner, Lars):
-            adapted = [name for name in group_names if len(shapes[name]) != 1]
+            adapted = [name for name in members if len(shapes[name]) != 1]
             pieces = [piece for piece in _pieces(masters, shapes) if piece.parameter in adapted]
-            layers = [Layer(adapted.index(name), offset, stop - start) for name, start, stop, offset in pieces]
-            inner.lay_out(shard, layers, len(adapted), masters.process_group)
+            inner.lay_out(shard, pieces, adapted, masters.process_group)
         elif group["kind"] == "muon":
             blocks = {names[id(parameter)]: count for parameter, count in inner.blocks.items()}
-            matrices = [Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in group_names]
-            slices = [
-                [Slice(group_names.index(piece.parameter), *piece[1:]) for piece in _pieces(masters, shapes, rank)]
-                for rank in range(dist.get_world_size(masters.process_group))
-            ]
-            inner.lay_out(shard, matrices, slices, masters.process_group)
+            matrices = {name: Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in members}
+            ranks = range(dist.get_world_size(masters.process_group))
+            of_ranks = [list(_pieces(masters, shapes, rank)) for rank in ranks]
+            inner.lay_out(shard, matrices, of_ranks, masters.process_group)
 
 
 def export_state(

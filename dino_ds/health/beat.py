@@ -289,20 +289,20 @@ class Heartbeats:
     def claim(self, failure: Failure) -> bool | None:
         """Record `failure` if it is the first of this run; returns whether it is, so that this rank reports it, or None
         if the disk does not answer."""
-        return self.disk.run(lambda: self._claim(failure), None)
 
-    def _claim(self, failure: Failure) -> bool:
-        try:
-            first = create_exclusively(self._failure_path, json.dumps(asdict(failure)) + "\n")
-        except OSError:
-            return False
-        if first:
+        def write() -> bool:
+            try:
+                first = create_exclusively(self._failure_path, json.dumps(asdict(failure)) + "\n")
+            except OSError:
+                return False
             word = "stopped" if failure.kind == "stopped" else "error"
             event = Event(f"{word:<9}{failure.message}", "hang" if failure.kind == "hang" else word, step=failure.step)
-            if (self._run_dir / "log.txt").exists():
+            if first and (self._run_dir / "log.txt").exists():
                 append_line(self._run_dir / "log.txt", stamped(event))
                 append_line(self._run_dir / "events.jsonl", event.record)
-        return first
+            return first
+
+        return self.disk.run(write, None)
 
     def first_failure(self) -> Failure | None:
         """The failure that was claimed, by the rank that failed first or by its monitor."""
@@ -355,31 +355,19 @@ def describe_hang(behind: Sequence[Heartbeat | int], mine: Heartbeat, seconds: f
     return f"no progress on {progress}; stacks in {stacks}"
 
 
-def describe_death(who: str, how: str, step: int, where: str) -> str:
-    """A human-readable line; `who`: "rank 1", `how` as `dino_ds.health.processes.death_of` returns it."""
-    memory = "most often because memory has run out"
-    why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
-    origin = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
-    return f"{who} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, origin)}"
-
-
-def last_checkpoint_step(run_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint, 0 if there is none, or None if the disk does not answer."""
-
-    def read() -> int:
-        with contextlib.suppress(OSError):
-            text = (run_dir / "checkpoints/latest").read_bytes().decode(errors="replace")
-            match = re.fullmatch(r"step_(\d{8,12})", text.strip())
-            return int(match[1]) if match else 0
-        return 0
-
-    # A Disk of its own: a read that hangs here must not keep the caller from reporting the failure.
-    return Disk().run(read, None)
-
-
 def last_checkpoint(run_dir: Path) -> str:
     """A text such as "last complete checkpoint: step 500 in RUN/checkpoints", or why it is not known."""
-    step, folder = last_checkpoint_step(run_dir), run_dir / "checkpoints"
-    if step is None:
+    folder = run_dir / "checkpoints"
+
+    def read() -> bytes:
+        with contextlib.suppress(OSError):
+            return (folder / "latest").read_bytes()
+        return b""
+
+    # A Disk of its own: a read that hangs here must not keep the caller from reporting the failure.
+    latest = Disk().run(read, None)
+    if latest is None:
         return f"{folder} can't be read: the disk does not answer"
+    match = re.fullmatch(r"step_(\d{8,12})", latest.decode(errors="replace").strip())
+    step = int(match[1]) if match else 0
     return f"last complete checkpoint: step {step} in {folder}" if step else "there is no checkpoint yet"

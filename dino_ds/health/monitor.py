@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import psutil
@@ -30,17 +29,7 @@ import psutil
 from dino_ds.basics.ranges import tell
 from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError, UserError
 from dino_ds.health import processes
-from dino_ds.health.beat import (
-    Beat,
-    Disk,
-    Failure,
-    Heartbeat,
-    Heartbeats,
-    append_line,
-    describe_death,
-    describe_hang,
-    last_checkpoint,
-)
+from dino_ds.health.beat import Beat, Disk, Failure, Heartbeat, Heartbeats, append_line, describe_hang, last_checkpoint
 
 _EXIT_SECONDS = 10.0
 """Time for a monitor to write the last heartbeat."""
@@ -58,57 +47,50 @@ def longest_wait(hang_seconds: float) -> float:
     return processes.PATIENCE * hang_seconds + 60 if hang_seconds else 1800.0
 
 
-class Watchdog:
-    """Lets a monitor process watch this rank while the `with` block runs; `beat` holds its progress.
+@contextmanager
+def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> Iterator[Beat]:
+    """Let a monitor process watch this rank while the block runs; yields the page that holds the rank's progress.
 
     hang_seconds: see the recipe; 0: hangs are ignored.
     """
-
-    def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> None:
-        self.beat = Beat.shared()
-        self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
-        job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
-        fds = self.beat.descriptor, self._stacks.fileno()
-        self._arguments = MonitorArguments(*job, *fds, starters=[[*starter] for starter in processes.starters()])
-        self._c = ctypes.CDLL(None)
-        self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-
-    def __enter__(self) -> Watchdog:
-        # Both handlers are C, so they run while another thread holds the GIL. That of signal 6 is libc's _exit: it
-        # is called with the number of the signal, which is the exit code of a rank that hangs.
-        faulthandler.register(processes.STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        leave = ctypes.cast(self._c._exit, ctypes.c_void_p)
-        self._previous_handler = self._c.signal(processes.END_SIGNAL, leave)
-        self._telling = contextlib.ExitStack()
-        self._telling.enter_context(tell(self.beat.enter_part))
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        packages = str(Path(psutil.__file__).parents[1])
-        code = f"import sys; sys.path.append({packages!r}); from dino_ds.health.monitor import main; main()"
-        self._monitor = subprocess.Popen(
-            [sys.executable, "-S", "-c", code, json.dumps(self._arguments)],  # -S: looking for packages takes time
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(self.beat.descriptor, self._stacks.fileno()),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # a signal to the group of the rank leaves it time for the last heartbeat
-        )
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        assert self._monitor.stdin is not None
-        self._telling.close()
-        self.beat.left = True
-        self._monitor.stdin.close()
+    beat = Beat.shared()
+    stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
+    job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
+    arguments = (*job, beat.descriptor, stacks.fileno(), processes.starters())
+    # Both handlers are C, so they run while another thread holds the GIL. That of signal 6 is libc's _exit: it is
+    # called with the number of the signal, which is the exit code of a rank that hangs.
+    faulthandler.register(processes.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+    c = ctypes.CDLL(None)
+    c.signal.restype, c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    previous_handler = c.signal(processes.END_SIGNAL, ctypes.cast(c._exit, ctypes.c_void_p))
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    packages = str(Path(psutil.__file__).parents[1])
+    code = f"import sys; sys.path.append({packages!r}); from dino_ds.health.monitor import main; main()"
+    monitor = subprocess.Popen(
+        [sys.executable, "-S", "-c", code, json.dumps(arguments)],  # -S: looking for packages takes time
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(beat.descriptor, stacks.fileno()),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,  # a signal to the group of the rank leaves it time for the last heartbeat
+    )
+    assert monitor.stdin is not None
+    try:
+        with tell(beat.enter_part):
+            yield beat
+    finally:
+        beat.left = True
+        monitor.stdin.close()
         try:
-            self._monitor.wait(_EXIT_SECONDS)
+            monitor.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._monitor.kill()
+            monitor.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(1.0)  # waiting in the kernel for a dead disk, it ends once that answers
+                monitor.wait(1.0)  # waiting in the kernel for a dead disk, it ends once that answers
         faulthandler.unregister(processes.STACKS_SIGNAL)
-        self._c.signal(processes.END_SIGNAL, self._previous_handler)
-        self._stacks.close()
-        os.close(self.beat.descriptor)
+        c.signal(processes.END_SIGNAL, previous_handler)
+        stacks.close()
+        os.close(beat.descriptor)
 
 
 class Failures:
@@ -181,7 +163,12 @@ class Failures:
         return self._heartbeats.claim(Failure(self._rank, socket.gethostname(), self._beat.step, kind, code, message))
 
     def _peer_error(self, error: Exception) -> PeerError:
-        failure = self._wait_for_cause()
+        failure, end = None, time.monotonic() + _CAUSE_SECONDS
+        if not self._beat.listed:
+            time.sleep(1.0)  # the rank that failed may be about to report why
+        while self._beat.listed and failure is None and time.monotonic() < end:
+            time.sleep(0.05)
+            failure = self._heartbeats.first_failure()
         if failure is not None and failure.rank != self._rank:
             peer = PeerError(failure.message)
             peer.exit_code, peer.said_by_me = failure.code, False
@@ -194,16 +181,6 @@ class Failures:
         claimed = self._claim(peer.exit_code, str(peer))
         peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
         return peer
-
-    def _wait_for_cause(self) -> Failure | None:
-        """Wait for the record of the first failure, None if it is late: its rank may be slower than its peers."""
-        if not self._beat.listed:
-            time.sleep(1.0)  # the rank that failed may be about to report why
-            return None
-        end = time.monotonic() + _CAUSE_SECONDS
-        while (failure := self._heartbeats.first_failure()) is None and time.monotonic() < end:
-            time.sleep(0.05)
-        return failure
 
 
 def _first_line(error: Exception) -> str:
@@ -241,58 +218,28 @@ class MonitorArguments(NamedTuple):
     starters: list[list[int]]
 
 
-class SharedFolder:
-    """The run folder, through which monitors tell each other about their ranks; its disk may not answer.
+class MonitorProcess:
+    """Monitors one rank; `run` returns when the rank has ended.
 
-    failure: the first failure of any rank, or None; taken_over: a message once another run holds the folder.
+    Through the run folder, whose disk may not answer, monitors tell each other about their ranks.
     """
 
-    def __init__(self, arguments: MonitorArguments, beat: Beat) -> None:
-        self._path, self._is_first, self._beat = Path(arguments.run_dir), arguments.rank == 0, beat
-        self.heartbeats, self.lock = Heartbeats(self._path), processes.RunLock(self._path, arguments.pid)
-        self.failure: Failure | None = None
-        self.taken_over, self._held_a_run = "", False
-
-    def exchange(self, heartbeat: Heartbeat) -> None:
-        """Publish the rank's heartbeat, and read what concerns the rank."""
-        self.heartbeats.publish(heartbeat)
-        self.failure = self.heartbeats.first_failure()
-        self.heartbeats.disk.run(self._look, None)
-
-    def _look(self) -> None:
-        held_a_run, self._held_a_run = self._held_a_run, self.lock.guards_a_run
-        if held_a_run and not self._held_a_run:
-            self._beat.request_stop("the loss of the run folder")
-        if (self._path / "stop").exists():
-            self._beat.request_stop("the stop file")
-        if self._is_first and not self.lock.refresh():
-            other = self.lock.holder()
-            whom = f"pid {other.pid} on {other.host}" if other else "another run"
-            self.taken_over = f"{self._path} was taken over by {whom} while this one was frozen: it ends unsaved"
-
-    def append_stacks(self, text: str) -> Path:
-        """Append to RUN/hang-STEP.txt."""
-        path = self._path / f"hang-{self._beat.step}.txt"
-        self.heartbeats.disk.run(lambda: append_line(path, text), None)
-        return path
-
-
-class MonitorProcess:
-    """Monitors one rank; `run` returns when the rank has ended."""
-
     def __init__(self, arguments: MonitorArguments) -> None:
-        self._arguments = arguments
+        self._arguments, self._run_dir = arguments, Path(arguments.run_dir)
         self._beat = Beat.shared(arguments.beat)
         self._standstill = processes.Standstill(self._beat)
         self._rank = processes.RankProcess(arguments.pid, self._beat, arguments.stacks)
         self._starters = [processes.Process(*starter) for starter in arguments.starters]
-        self._folder = SharedFolder(arguments, self._beat)
+        self._heartbeats = Heartbeats(self._run_dir)
+        self._lock, self._held_a_run = processes.RunLock(self._run_dir, arguments.pid), False
+        self._failure: Failure | None = None  # the first of any rank
+        self._taken_over = ""  # a message once another run holds the folder
         self._terminal = Disk()  # the output may be a file on a disk that does not answer
 
     def run(self) -> None:
         last = published = time.monotonic() - PUBLISH_SECONDS
         while not self._rank.is_gone(_TICK_SECONDS):
-            now = time.monotonic()
+            now, limit = time.monotonic(), self._arguments.hang_seconds
             # A frozen machine freezes the monitor too: the time that it was frozen does not count.
             self._standstill.add(min(now - last, 4 * _TICK_SECONDS))
             last = now
@@ -300,35 +247,37 @@ class MonitorProcess:
                 continue
             if self._beat.listed and now - published >= PUBLISH_SECONDS:
                 published = now
-                self._folder.exchange(self._heartbeat())
+                self._heartbeats.publish(self._heartbeat())
+                self._failure = self._heartbeats.first_failure()
+                self._heartbeats.disk.run(self._look, None)
             if not all(starter.alive for starter in self._starters):
-                self._follow_launcher()
-            if self._folder.taken_over:
+                self._starters = []
+                self._beat.request_stop("the end of the launcher")
+                if self._beat.phase == "start":  # not at work yet, it would read the request after its start
+                    processes.send_signal(self._rank.pid, signal.SIGTERM)
+            if self._taken_over:
                 self._end_rank()
-                self._say(self._folder.taken_over)
-            elif self._folder.failure is not None:
-                self._follow(self._folder.failure)
-            elif self._hangs():
+                self._say(self._taken_over)
+            elif self._failure is not None:  # another rank's: this one may end in time by itself
+                if not self._rank.is_gone(_GRACE_SECONDS) and not self._beat.ended:
+                    if self._failure.kind == "hang":
+                        self._write_stacks()
+                    self._end_rank()
+            elif limit and self._standstill.seconds > self._standstill.limit(limit):
                 self._handle_hang()
         self._after_the_end()
 
-    def _follow_launcher(self) -> None:
-        """Ask the rank to stop; by a signal if it is not at work yet, and would read the request after its start."""
-        self._starters = []
-        self._beat.request_stop("the end of the launcher")
-        if self._beat.phase == "start":
-            processes.send_signal(self._rank.pid, signal.SIGTERM)
-
-    def _follow(self, failure: Failure) -> None:
-        """End the rank after the failure of another one, unless it ends in time by itself."""
-        if not self._rank.is_gone(_GRACE_SECONDS) and not self._beat.ended:
-            if failure.kind == "hang":
-                self._write_stacks()
-            self._end_rank()
-
-    def _hangs(self) -> bool:
-        seconds, still = self._arguments.hang_seconds, self._standstill
-        return bool(seconds) and still.seconds > still.limit(seconds)
+    def _look(self) -> None:
+        """Read what concerns the rank in the run folder."""
+        held_a_run, self._held_a_run = self._held_a_run, self._lock.guards_a_run
+        if held_a_run and not self._held_a_run:
+            self._beat.request_stop("the loss of the run folder")
+        if (self._run_dir / "stop").exists():
+            self._beat.request_stop("the stop file")
+        if self._arguments.rank == 0 and not self._lock.refresh():
+            other = self._lock.holder()
+            whom = f"pid {other.pid} on {other.host}" if other else "another run"
+            self._taken_over = f"{self._run_dir} was taken over by {whom} while this one was frozen: it ends unsaved"
 
     def _handle_hang(self) -> None:
         """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
@@ -337,18 +286,21 @@ class MonitorProcess:
         stacks = self._write_stacks()
         if self._beat.listed:
             # Other monitors get here at about the same time: their newest heartbeats are needed.
-            self._folder.heartbeats.publish(heartbeat)
+            self._heartbeats.publish(heartbeat)
             time.sleep(PUBLISH_SECONDS + _CONNECT_SECONDS + 2 * _TICK_SECONDS)
-            behind = self._folder.heartbeats.behind(self._arguments.world_size)
+            behind = self._heartbeats.behind(self._arguments.world_size)
         message = describe_hang(behind, heartbeat, seconds, stacks)
         if not self._standstill.moved():
             self._end_rank()
             self._report("hang", message)
 
     def _write_stacks(self) -> Path:
+        path = self._run_dir / f"hang-{self._beat.step}.txt"
         where = f"step {self._beat.step}, {self._beat.phase}, {self._beat.where}"
         head = f"== rank {self._arguments.rank}, {socket.gethostname()}, pid {self._rank.pid}: {where}"
-        return self._folder.append_stacks(f"{head}\n{self._rank.read_stacks()}\n")
+        text = f"{head}\n{self._rank.read_stacks()}\n"
+        self._heartbeats.disk.run(lambda: append_line(path, text), None)
+        return path
 
     def _heartbeat(self) -> Heartbeat:
         about, beat = self._arguments, self._beat
@@ -362,13 +314,10 @@ class MonitorProcess:
         self._rank.end()
 
     def _report(self, kind: str, message: str) -> None:
-        """Report a failure, unless another rank or its monitor has reported one before.
-
-        If the disk does not answer, monitors can't agree which of them reports: each does.
-        """
-        message = f"{message}; {last_checkpoint(Path(self._arguments.run_dir))}"
+        """Report a failure, unless another rank or its monitor has; each does if the disk does not answer."""
+        message = f"{message}; {last_checkpoint(self._run_dir)}"
         failure = Failure(self._arguments.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
-        if not self._beat.listed or self._folder.heartbeats.claim(failure) is not False:
+        if not self._beat.listed or self._heartbeats.claim(failure) is not False:
             self._say(message)
 
     def _say(self, message: str) -> None:
@@ -378,14 +327,18 @@ class MonitorProcess:
         """Publish how the rank has ended; the monitor of rank 0 gives the run folder back."""
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
-            how = processes.death_of(arguments.pid)
+            how, memory = processes.death_of(arguments.pid), "most often because memory has run out"
+            unseen = f"; how was not seen: killed, {memory}, or ended by code of its own"
+            by_code = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
+            why = {"": unseen, "by SIGKILL": f", {memory}"}.get(how, by_code)
             if beat.listed:
-                self._report("died", describe_death(f"rank {arguments.rank}", how, beat.step, beat.where))
+                died = f"rank {arguments.rank} died{' ' if how else ''}{how} at step {beat.step} ({beat.where})"
+                self._report("died", died + why)
             beat.end("error")
         if beat.listed:
-            self._folder.heartbeats.publish(self._heartbeat())
+            self._heartbeats.publish(self._heartbeat())
         if arguments.rank == 0:
-            self._folder.heartbeats.disk.run(self._folder.lock.release, None)
+            self._heartbeats.disk.run(self._lock.release, None)
 
 
 def _unreachable_first() -> str:

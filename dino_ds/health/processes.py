@@ -49,10 +49,6 @@ class Process(NamedTuple):
         return bool(fields) and int(fields[19]) == self.ticks and fields[0] not in "ZX"
 
 
-_NOBODY = Process(0, -1)
-"""A process that has ended."""
-
-
 def find_process(pid: int) -> Process:
     """The process of this pid, with 0 ticks if there is none."""
     fields = _stat(pid)
@@ -66,23 +62,19 @@ def send_signal(pid: int, *signals: int) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold spaces and brackets; [] without such a process.
-
-    psutil gives no exit code for another process's child, and its start times shift when the clock is set.
-    """
-    try:
+    """The fields of /proc/PID/stat after the name, which may hold spaces and brackets; [] without such a process."""
+    # psutil gives no exit code for another process's child, and its start times shift when the clock is set.
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return []
 
 
 def machine() -> str:
     """The scope in which a pid is unique: this boot of this machine and the container's pid namespace."""
-    try:
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    return ""
 
 
 def death_of(pid: int) -> str:
@@ -111,16 +103,17 @@ def starters() -> tuple[Process, ...]:
         if "RANK" in os.environ and parent is not None and parent.pid != 1 and parent.name() not in _LEAVES_JOBS:
             above.append(parent)
             if "deepspeed.launcher.launch" in parent.cmdline():
-                if _is_orphan(parent):
-                    return (_NOBODY,)
-                above += [*_started_launch(parent), *_pdsh_of(parent)]
+                session = os.getsid(parent.pid)  # that of its first parent, or its own
+                if session != parent.pid and os.getsid(parent.ppid()) != session:  # another process has adopted it
+                    return (Process(0, -1),)  # one that has ended
+                above += _started_launch(parent)
+                options = ("--world_info=", "--master_addr=", "--master_port=")
+                marks = {word for word in parent.cmdline() if word.startswith(options)}
+                for process in psutil.process_iter():  # the pdsh that started it, if that is on this machine
+                    with contextlib.suppress(psutil.Error):
+                        if process.name() == "pdsh" and marks <= set(process.cmdline()):
+                            above += [process, *process.parents()[:1], *process.children()]  # with every ssh of it
     return tuple(find_process(process.pid) for process in above)
-
-
-def _is_orphan(process: psutil.Process) -> bool:
-    """Whether another process has adopted this one: it is in the session of its first parent, or began its own."""
-    session = os.getsid(process.pid)
-    return session != process.pid and os.getsid(process.ppid()) != session
 
 
 def _started_launch(launch: psutil.Process) -> list[psutil.Process]:
@@ -133,16 +126,6 @@ def _started_launch(launch: psutil.Process) -> list[psutil.Process]:
     if session is None or session.name() not in _SSHD or launch.terminal():
         return []
     return [*remote, session]
-
-
-def _pdsh_of(launch: psutil.Process) -> Iterator[psutil.Process]:
-    """The pdsh that started `launch`, with its own parent and every ssh that it runs, if they are on this machine."""
-    options = ("--world_info=", "--master_addr=", "--master_port=")
-    marks = {word for word in launch.cmdline() if word.startswith(options)}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.name() == "pdsh" and marks <= set(process.cmdline()):
-                yield from (process, *process.parents()[:1], *process.children())
 
 
 class Standstill:
@@ -181,9 +164,8 @@ class RankProcess:
 
     def is_gone(self, seconds: float) -> bool:
         """Whether the rank ends within `seconds`, also where a forked child of it still holds the pipe open."""
-        if select.select(self._ends, [], [], seconds)[0] or self._beat.left:
-            return True
-        return not self._process.alive
+        ended = select.select(self._ends, [], [], seconds)[0]
+        return bool(ended) or bool(self._beat.left) or not self._process.alive
 
     @property
     def state(self) -> str:
@@ -252,7 +234,10 @@ class RunLock:
         mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), find_process(self._pid).ticks)
         note = ""
         try:
-            self._make_folder()
+            for folder in (*reversed(self.run_dir.absolute().parents), self.run_dir.absolute()):
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir()
+                    self._made.append(folder)
             for _ in range(_TRIES):
                 with self._alone():
                     if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
@@ -322,21 +307,22 @@ class RunLock:
     def _is_mine(self, holder: Holder) -> bool:
         return holder.pid == self._pid and holder.machine == machine() and holder.host == socket.gethostname()
 
-    def _make_folder(self) -> None:
-        for folder in (*reversed(self.run_dir.absolute().parents), self.run_dir.absolute()):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                self._made.append(folder)
-
     def _read(self) -> str | None:
-        try:
+        with contextlib.suppress(OSError):
             return self._path.read_text()
-        except OSError:
-            return None
+        return None
 
     def _in_use(self, text: str) -> str:
         """Why the lock with this text can't be taken, or "" if its holder is gone."""
-        age, holder = self._age(), _parse(text)
+        # Seconds since the lock was touched, by the clock of the disk, which several machines share.
+        probe = self._path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
+        now, age, holder = time.time(), 0.0, _parse(text)
+        with contextlib.suppress(OSError):
+            probe.touch()
+            now = probe.stat().st_mtime
+            probe.unlink()
+        with contextlib.suppress(OSError):
+            age = abs(now - self._path.stat().st_mtime)  # in the future: a clock was wrong
         if holder is None:  # its writer may not be done yet
             return f"{self.run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
@@ -350,19 +336,6 @@ class RunLock:
             f"{self.run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {age:.0f} s ago): "
             f"stop that run, or give another --run_dir{gone}"
         )
-
-    def _age(self) -> float:
-        """Seconds since the lock was touched, by the clock of the disk, which several machines share."""
-        probe = self._path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
-        now = time.time()
-        with contextlib.suppress(OSError):
-            probe.touch()
-            now = probe.stat().st_mtime
-            probe.unlink()
-        try:
-            return abs(now - self._path.stat().st_mtime)  # in the future: a clock was wrong
-        except OSError:
-            return 0.0
 
     def _remove_stale(self) -> str:
         """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running.
@@ -384,7 +357,6 @@ class RunLock:
 
 def _parse(text: str) -> Holder | None:
     """The holder that a lock's text names, or None if it is not a lock's text."""
-    try:
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         return Holder(**json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        return None
+    return None

@@ -27,7 +27,7 @@ from dino_ds.engine import distributed, process
 from dino_ds.engine.distributed import set_store_flag, store_flag_is_set
 from dino_ds.errors import FORWARDED_SECONDS, STOP_SIGNALS, STOPPED, ConfigError, OutOfMemory, UserError
 from dino_ds.health.beat import Beat, Heartbeats
-from dino_ds.health.monitor import Failures, Watchdog
+from dino_ds.health.monitor import Failures, watchdog
 from dino_ds.health.processes import RunLock
 
 _PARTS = {
@@ -56,8 +56,7 @@ class Guards(NamedTuple):
 def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterator[Guards]:
     """Watch over the block: an error that ends it is reported once, by the rank on which it began."""
     rank, ranks = distributed.rank(), distributed.world_size()
-    with Watchdog(run_dir, rank, ranks, 0.0 if caller else hang_seconds) as watchdog:
-        beat = watchdog.beat
+    with watchdog(run_dir, rank, ranks, 0.0 if caller else hang_seconds) as beat:
         failures, memory = Failures(run_dir, rank, ranks, beat), MemoryGuard(beat)
         stop = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
         if caller:

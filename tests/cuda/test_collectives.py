@@ -31,8 +31,8 @@ from dino_ds.data.feed import Batch
 from dino_ds.engine import engine as deepspeed_engine
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
-from dino_ds.engine.muon import Matrix, Muon, Slice
-from dino_ds.engine.optim import Lars, Layer, norm_in_one_pass
+from dino_ds.engine.muon import Matrix, Muon, Piece
+from dino_ds.engine.optim import Lars, norm_in_one_pass
 from dino_ds.engine.process import leave
 from dino_ds.evals import classifiers
 from dino_ds.method.build import build_objective, build_schedules
@@ -192,14 +192,15 @@ def test_collectives_of_the_engine():
         norm_in_one_pass(zero2)
         assert zero2.scaled_global_norm().device == CUDA
         lars = Lars([{"params": [shard], "lr": 0.1, "weight_decay": 0.1}], 0.9, 0.001)
-        lars.lay_out(shard, [Layer(0, 0, 4), Layer(2, 4, 6)], 5, None)
+        lars.lay_out(shard, [Piece("a", 0, 4, 0), Piece("c", 0, 6, 4)], list("abcde"), None)
         shard.grad = torch.ones(10, device=CUDA)
         lars.step()
         muon = Muon([{"params": [shard], "kind": "muon", "weight_decay": 0.1}], {}, 0.95, 1.0)
-        muon.lay_out(shard, [Matrix(8, 10)], [[Slice(0, 10 * r, 10 * (r + 1), 0)] for r in range(RANKS)], None)
+        matrices = {"a": Matrix(8, 10)}
+        muon.lay_out(shard, matrices, [[Piece("a", 10 * r, 10 * (r + 1), 0)] for r in range(RANKS)], None)
         muon.step()
-        of_another = [[] for _ in range(RANKS - 1)] + [[Slice(0, 0, 80, 0)]]  # this rank has nothing to send
-        muon.lay_out(shard, [Matrix(8, 10)], of_another, None)
+        of_another = [[] for _ in range(RANKS - 1)] + [[Piece("a", 0, 80, 0)]]  # this rank has nothing to send
+        muon.lay_out(shard, matrices, of_another, None)
         with mock.patch("torch.distributed.all_to_all_single") as exchange:  # the fake group knows no empty tensor
             muon.step()
     assert [[t.device for t in call.args[:2]] for call in exchange.call_args_list] == [[CUDA, CUDA]] * 2

@@ -33,7 +33,7 @@ from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, step
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError, is_out_of_memory
 from dino_ds.run.loop import allowed_bad_images
-from tests.fork_server import fork_server
+from tests.ranks import fork_server
 
 IMAGES, GLOBAL = 21, 8
 START = Position()

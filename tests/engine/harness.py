@@ -103,24 +103,25 @@ def build_step(
     return TrainingStep(engine, teachers, objective, schedules or tiny_schedules(), GROUPS)
 
 
-def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 8) -> list[float]:
+def run_windows(
+    step: TrainingStep, first: int, count: int, global_batch: int = 8, sizes: tuple[int, ...] = (32, 32, 16, 16)
+) -> list[float]:
     """Train on windows [first, first + count) of the same global batches, whatever ranks and micro-batches are. Returns
     the loss of each window, averaged over micro-batches and ranks."""
-    micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
     losses = []
     for window in range(first, first + count):
-        total = torch.zeros(())
-        progress = Progress.ACCUMULATING
-        for m in range(step.engine.config.accumulation):
-            start = window * global_batch + m * micro * world + rank * micro
-            indices = torch.arange(start, start + micro)
-            out = step.micro_batch(Batch(crops(indices), sample_keys(0, 0, indices)))
-            total += out.loss
-            progress = out.progress
-        assert progress is not Progress.ACCUMULATING
-        mean = distributed.sum_across_ranks(total) / (step.engine.config.accumulation * world)
-        losses.append(float(mean))
+        parts = _micro_batches(step, window, global_batch)
+        outs = [step.micro_batch(Batch(crops(indices, sizes), sample_keys(0, 0, indices))) for indices in parts]
+        assert outs[-1].progress is not Progress.ACCUMULATING
+        losses.append(mean_over_ranks([out.loss for out in outs]))
     return losses
+
+
+def _micro_batches(step: TrainingStep, window: int, global_batch: int) -> list[Tensor]:
+    """The indices of this rank's images in each micro-batch of a window."""
+    micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
+    starts = [global_batch * window + micro * (m * world + rank) for m in range(step.engine.config.accumulation)]
+    return [torch.arange(start, start + micro) for start in starts]
 
 
 def inputs_of(recipe: Recipe, indices: Tensor) -> Batch:
@@ -132,9 +133,7 @@ def inputs_of(recipe: Recipe, indices: Tensor) -> Batch:
 
 def run_step(step: TrainingStep, recipe: Recipe, window: int, global_batch: int = 8) -> list[MicroStep]:
     """One optimizer step on the same images whatever ranks and micro-batches are; what each micro-batch gave."""
-    micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
-    starts = [global_batch * window + micro * (m * world + rank) for m in range(step.engine.config.accumulation)]
-    batches = [inputs_of(recipe, torch.arange(start, start + micro)) for start in starts]
+    batches = [inputs_of(recipe, indices) for indices in _micro_batches(step, window, global_batch)]
     if step.window > 1:
         step.prepare(batches)
     return [step.micro_batch(inputs) for inputs in batches]
@@ -146,7 +145,7 @@ def mean_over_ranks(values: list[Tensor]) -> float:
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+    return max((float((a[name].float() - b[name].float()).abs().max()) for name in a), default=0.0)
 
 
 def fp32_student(engine: Engine, like: Network) -> dict[str, Tensor]:

@@ -13,17 +13,8 @@ from dino_ds.basics.seeds import sample_keys
 from dino_ds.data.feed import Batch
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.optim import OptimizerOptions
-from tests.engine.harness import (
-    OPTIMIZERS,
-    build_step,
-    crops,
-    ds_config,
-    fp32_student,
-    max_difference,
-    run_windows,
-    tiny_network,
-    tiny_schedules,
-)
+from tests.engine import harness
+from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
@@ -33,16 +24,16 @@ MATRIX = [(stage, "fp32", "adamw") for stage in (0, 1, 2, 3)] + [(stage, "bf16",
 MATRIX += [(2, "fp32", "sgd"), (1, "fp32", "lars"), (3, "fp32", "lars")]  # LARS sums norms of layers cut among ranks
 MATRIX += [(1, "fp32", "muon"), (3, "fp32", "muon"), (2, "bf16", "muon")]
 # So large an epsilon that Adam doesn't magnify roundings.
-OPTIONS = OPTIMIZERS | {"adamw": OptimizerOptions(eps=1e-2)}
+OPTIONS = harness.OPTIMIZERS | {"adamw": OptimizerOptions(eps=1e-2)}
 
 
 def _train(stage, precision, accumulation=1, kind="adamw", **sections):
     """Losses of six windows, teacher, its difference from a hand-made EMA of the masters, gradient norms, center."""
     config = ds_config(stage, precision, BATCH, accumulation, **sections)
     lr = 2e-3 if kind in ("adamw", "muon") else 0.02
-    step = build_step(config, schedules=tiny_schedules(2, lr=lr), options=OPTIONS[kind])
+    step = build_step(config, schedules=harness.tiny_schedules(2, lr=lr), options=OPTIONS[kind])
     ema = fp32_student(step.engine, tiny_network())
-    assert max_difference(ema, copied(step.teachers["ema"].state())) == 0.0
+    assert harness.max_difference(ema, copied(step.teachers["ema"].state())) == 0.0
     losses, norms = [], []
     for window in range(WINDOWS):
         momentum = step.schedule.teacher_momentum
@@ -51,7 +42,7 @@ def _train(stage, precision, accumulation=1, kind="adamw", **sections):
         masters = fp32_student(step.engine, tiny_network())
         ema = {name: ema[name].lerp(masters[name], 1 - momentum) for name in ema}
     teacher = copied(step.teachers["ema"].state())
-    return losses, teacher, max_difference(ema, teacher), norms, step.objective.statistics["center"].value
+    return losses, teacher, harness.max_difference(ema, teacher), norms, step.objective.statistics["center"].value
 
 
 @functools.cache
@@ -120,22 +111,13 @@ def test_micro_batches_equal_one_batch(stage, accumulation, world, kind):
 def _checkpointed(stage, section):
     sections = {} if section is None else {"activation_checkpointing": section}
     step = build_step(ds_config(stage, "fp32", BATCH, **sections), network=tiny_network(drop_path=0.3))
-    saved = _Counter()
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+    elements: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: elements.append(t.numel()) or t, lambda t: t):
         indices = torch.arange(BATCH)
         out = step.micro_batch(Batch(crops(indices), sample_keys(0, 0, indices)))
     assert out.progress is Progress.STEPPED
     losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
-    return losses, saved.elements
-
-
-class _Counter:
-    def __init__(self):
-        self.elements = 0
-
-    def pack(self, tensor):
-        self.elements += tensor.numel()
-        return tensor
+    return losses, sum(elements)
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.full)])

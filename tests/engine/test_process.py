@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 
-from dino_ds.engine import distributed, process
+from dino_ds.engine import distributed
 from dino_ds.engine.process import _join, _quiet_deepspeed, init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.method import build
@@ -58,19 +57,6 @@ def test_ranks_with_gpus_share_the_cores_of_their_host(monkeypatch, ranks, threa
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     _join(timedelta(minutes=1))
     assert len(found) <= 1
-
-
-@pytest.mark.parametrize("given", ["", "16"])
-def test_inductor_gets_few_processes_a_rank_unless_the_user_says_how_many(monkeypatch, given):
-    name = "TORCHINDUCTOR_COMPILE_THREADS"
-    monkeypatch.setenv(name, given)
-    monkeypatch.setattr(process, "_quiet_deepspeed", lambda: None)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "usable_cores", lambda: [*range(64)])
-    if not given:
-        monkeypatch.delenv(name)
-    init_distributed()
-    assert os.environ[name] == (given or "4")
 
 
 class _Stop(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.networks import build_meta
 from dino_ds.models.base import Backbone
 from dino_ds.planning.measure import build_trial, resolve
-from tests.engine.harness import build_step, crops, ds_config, run_step, run_windows, tiny_schedules
+from tests.engine.harness import build_step, crops, ds_config, run_step, run_windows
 from tests.planning.measure.tiny import TINY, tiny_ds
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -93,50 +92,6 @@ def test_batched_depth_is_compiled_where_all_blocks_keep_as_many_crops():
     with pytest.raises(ConfigError, match=r"take model\.drop_path_growth uniform"):
         build_meta(load_recipe("vits16", settings), performance, {}, ["cls"])
     build_meta(load_recipe("vits16", settings | {"model.drop_path_growth": "uniform"}), performance, {}, ["cls"])
-
-
-def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:
-    settings = {"fp16_settings": {"initial_scale_power": 4}} if precision == "fp16" else {}
-    config = ds_config(stage, precision, 8, gradient_clipping=1.0, **settings)
-    step = build_step(config, schedules=tiny_schedules(freeze_steps=1))
-    optimizer, found = step.engine._optimizer, []
-    name = "scaled_global_norm" if stage < 3 else "_get_norm_groups"
-    ours = getattr(optimizer, name)
-
-    def both() -> Any:
-        if suspect_images:
-            next(iter(optimizer.averaged_gradients.values()))[0].view(-1)[0] = torch.nan
-        theirs, mine = getattr(type(optimizer), name)(optimizer), ours()
-        if stage == 3:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            theirs, (total,) = combine_grad_norm_groups(theirs), mine
-        else:
-            total = mine
-        found.append((float(total), float(theirs)))
-        return mine
-
-    setattr(optimizer, name, both)
-    run_windows(step, 0, 2)
-    return found
-
-
-NORMS = [(world, *cell) for cell in ((1, "bf16"), (2, "fp16"), (3, "fp32")) for world in (2, 1)]
-
-
-@pytest.mark.parametrize(("world", "stage", "precision"), sampled(NORMS))
-def test_the_norm_of_one_pass_is_deepspeed_s(stage: int, precision: str, world: int):
-    """Both sum in FP64."""
-    results = run_on_ranks(_norms, stage, precision, False, world=world)
-    assert all(result == results[0] and len(result) == 2 for result in results)
-    for ours, theirs in results[0]:
-        assert ours > 0 and ours == pytest.approx(theirs, rel=2e-7)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_norm_of_a_gradient_with_a_nan_is_infinite(stage: int):
-    for found in run_on_ranks(_norms, stage, "bf16", True, world=2):
-        assert found == [(math.inf, math.inf)] * 2
 
 
 # KoLeo, which is not compiled, takes the logarithm of distances between the nearly equal features of four images: it

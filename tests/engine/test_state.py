@@ -13,17 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.state import MASTER, MOMENTS, SavedParameters
 from dino_ds.errors import CheckpointError
-from tests.engine.harness import (
-    OPTIMIZERS,
-    build_step,
-    ds_config,
-    fp32_student,
-    run_windows,
-    tiny_network,
-    tiny_schedules,
-)
+from tests.engine import harness
+from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
@@ -36,10 +30,14 @@ SUB_GROUPS = {"sub_group_size": 3000, "stage3_param_persistence_threshold": 10}
 HPZ = {"zero_hpz_partition_size": 2}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
+LAYERS = OptimizerOptions(layer_decay=0.8, patch_embed_lr=0.2)
+OPTIONS = harness.OPTIMIZERS | {"by layer": LAYERS, "by layer and part": replace(LAYERS, clip_by="part")}
 
 
 @dataclass(frozen=True)
 class Setup:
+    """kind: a key of OPTIONS."""
+
     stage: int
     precision: str = "fp32"
     world: int = 2
@@ -85,7 +83,7 @@ def _build(setup):
     config = ds_config(
         setup.stage, setup.precision, BATCH, setup.accumulation, zero=dict(setup.zero), **sections, **setup.sections
     )
-    return build_step(config, schedules=tiny_schedules(RELEASED_AT, steps=40), options=OPTIMIZERS[setup.kind])
+    return build_step(config, schedules=tiny_schedules(RELEASED_AT, steps=40), options=OPTIONS[setup.kind])
 
 
 def _take(step):
@@ -207,6 +205,19 @@ def test_other_stages_ranks_batches_and_layouts(old, new):
     assert resume(new, saved)[1] == pytest.approx(losses, rel=1e-5)
 
 
+GROUPS = [
+    (Setup(2, kind="by layer"), Setup(3, kind="by layer and part", sections={"gradient_clipping": 1.0})),
+    (Setup(2), Setup(0, kind="by layer")),
+    (Setup(2, kind="by layer"), Setup(2)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), GROUPS, ids=str)
+def test_other_groups_of_the_optimizer(old, new):
+    """A state is by parameter: what saved it had one learning rate, or had them by layer."""
+    resume(new, straight(old)[0], more=0)
+
+
 PRECISIONS = [
     (Setup(0), Setup(3, "bf16", world=1)),
     (Setup(3, "bf16", world=1), BF16_OPTIMIZER),
@@ -257,7 +268,7 @@ def test_nothing_of_an_engine_is_left_when_it_is_dropped(setup):
 
 
 def _refused(setup, saved, network):
-    step = build_step(ds_config(setup.stage, "fp32", BATCH), network=network, options=OPTIMIZERS[setup.kind])
+    step = build_step(ds_config(setup.stage, "fp32", BATCH), network=network, options=OPTIONS[setup.kind])
     before = fp32_student(step.engine, tiny_network(prototypes=network.head.prototypes.weight.shape[0]))
     try:
         step.engine.load_state(saved)

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -45,6 +46,19 @@ def planned(function: Callable[..., None]) -> Callable[..., Planned]:
     return plan
 
 
+def _before(owner: Any, name: str, happens: Callable[..., bool], do: Act, times: int = 10**9) -> None:
+    """`do` before those calls of a function for which `happens` is true of the arguments, at most so many `times`."""
+    original, done = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(done) < times and happens(*args):
+            done.append(True)
+            do()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
 # Faults: place and time.
 
 
@@ -53,16 +67,8 @@ def at_step(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) 
     """`do` before the first micro-batch of the optimizer steps from `step` (the first is 1), `times` of them."""
     from dino_ds.method.step import TrainingStep
 
-    original, done = TrainingStep.micro_batch, []
-
-    def micro_batch(self: TrainingStep, *args: Any) -> Any:
-        if self.applied_steps + 1 >= step and len(done) < times:
-            done.append(True)
-            do()
-        return original(self, *args)
-
     if rank in on:
-        TrainingStep.micro_batch = micro_batch
+        _before(TrainingStep, "micro_batch", lambda self, *_: self.applied_steps + 1 >= step, do, times)
 
 
 @planned
@@ -93,17 +99,10 @@ def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, written: float =
 @planned
 def before_latest(rank: int, step: int, do: Act) -> None:
     """`do` on rank 0 when a checkpoint is in place and `latest` does not name it yet."""
-    from dino_ds.checkpoint import folder as checkpoint
-
-    original = checkpoint.replace_file
-
-    def replace_file(path: Path, content: str | bytes) -> None:
-        if path.name == "latest" and str(step) in str(content):
-            do()
-        original(path, content)
+    from dino_ds.checkpoint import folder
 
     if rank == 0:
-        checkpoint.replace_file = replace_file
+        _before(folder, "replace_file", lambda path, text: path.name == "latest" and str(step) in str(text), do)
 
 
 @planned
@@ -133,17 +132,10 @@ def loss_times(rank: int, factor: float, step: int, on: tuple[int, ...], times: 
 def at_call(rank: int, method: str, number: int, on: tuple[int, ...], do: Act) -> None:
     """`do` before call `number` of a method ("module:Class.name"; the first is 1) and those that follow."""
     module, _, name = method.partition(":")
-    owner, name = getattr(importlib.import_module(module), name.split(".")[0]), name.split(".")[1]
-    original, calls = getattr(owner, name), []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(True)
-        if len(calls) >= number:
-            do()
-        return original(*args, **kwargs)
-
+    calls = itertools.count(1)
     if rank in on:
-        setattr(owner, name, call)
+        owner = getattr(importlib.import_module(module), name.split(".")[0])
+        _before(owner, name.split(".")[1], lambda *_: next(calls) >= number, do)
 
 
 @planned
@@ -181,15 +173,12 @@ def both(rank: int, *faults: Fault) -> None:
 
 def slow_start(rank: int) -> None:
     """Says when the ranks have joined, and then waits."""
-    train = importlib.import_module("dino_ds.train")
-    original = train.build_step
 
-    def build_step(*args: Any) -> Any:
+    def wait() -> None:
         print("early", flush=True)
         time.sleep(1)
-        return original(*args)
 
-    train.build_step = build_step
+    _before(importlib.import_module("dino_ds.train"), "build_step", lambda *_: True, wait)
 
 
 def other_images(rank: int) -> None:

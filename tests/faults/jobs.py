@@ -1,4 +1,5 @@
-"""Two-rank training jobs that a test starts, breaks and looks at: about a second each.
+"""Two-rank training jobs that a test starts, breaks and looks at: about a second each. A launcher of their own, as
+`deepspeed` would be, starts their ranks among the fork server's processes.
 
 job = start(run_dir, images, fault=inject.at_step(3, on=1, do=inject.kill))
 outcome = job.wait(seconds=60)          # exit codes, output, orphans
@@ -6,11 +7,15 @@ outcome = job.wait(seconds=60)          # exit codes, output, orphans
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +24,24 @@ from typing import Any
 import psutil
 
 from dino_ds.basics.machine import find_free_port
-from tests.faults.launcher import Order, launch
-from tests.fork_server import ForkServer, fork_server
+from tests.ranks import ForkServer, Work, fork, fork_server
 from tests.run.harness import REPOSITORY, TINY
 
 ORPHANS_MAY_LIVE = 60.0
 """Seconds after the end of a job within which all it has started must be gone; on a quiet machine it is one or two."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job: `dino-ds` with `words` on `world` ranks, output and exit codes in `folder`; `prepare` runs in each rank
+    first, its number as the argument."""
+
+    folder: Path
+    words: list[str]
+    world: int
+    port: int
+    prepare: Callable[[int], None] | None
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -160,3 +177,55 @@ class Job:
 
     def _output(self) -> str:
         return "\n".join(self.text(rank)[-3000:] for rank in range(self._order.world))
+
+
+def launch(order: Order) -> int:
+    """Start the ranks as a launcher would, wait for all, write how each ended. In a session of its own."""
+    os.setsid()
+    names = {}
+    for rank in range(order.world):
+        process = fork(Work(_rank, (order, rank), order.folder / f"rank_{rank}.txt"))
+        names[process] = rank
+        _note(order.folder, {"rank": rank, "process": process})
+    while names:
+        process, status = os.wait()
+        if process in names:
+            code = os.waitstatus_to_exitcode(status)
+            _note(order.folder, {"rank": names.pop(process), "process": process, "code": code})
+    return 0
+
+
+def _note(folder: Path, event: dict[str, Any]) -> None:
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def _rank(order: Order, rank: int) -> int:
+    """Do what `python dino_ds/train.py` does, to the handlers that run at the end of Python."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(order.world),
+        LOCAL_SIZE=str(order.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(order.port),
+    )
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
+    from dino_ds.cli.main import main
+
+    code = 0
+    try:
+        if order.prepare:
+            order.prepare(rank)
+        main(order.words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code

@@ -2,15 +2,84 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from tests.faults import inject, kind, scene
+from tests.disks import fill
+from tests.faults import inject, scene
 from tests.faults.inject import SLOW, act, at_call, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
-from tests.faults.kind import Kind
 from tests.faults.scene import Prepare, Scene
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One fault.
+
+    codes: what each rank ends with. says: a part of what is printed.
+    fault: happens in the ranks. by_hand: what the test does while the job runs. before: what it does to the scene.
+    old: the job goes on (`--resume`) from a copy of a run that has saved steps 3 and 6, else it is a new one.
+    goes_on: afterwards `--resume` must give the very numbers of a run without a fault; `exact` False: to 1e-5, as
+    another number of ranks or ZeRO stage sums in another order.
+    """
+
+    name: str
+    codes: tuple[int, ...]
+    says: str
+    fault: inject.Fault | None = None
+    by_hand: Callable[[Job, Scene], object] | None = None
+    before: Prepare = scene.nothing
+    old: bool = False
+    resume: bool | None = None
+    changes: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    ds: str = "zero1_fp32.json"
+    goes_on: bool = True
+    exact: bool = True
+
+    @property
+    def resumes(self) -> bool:
+        return self.old if self.resume is None else self.resume
+
+
+ByHand = Callable[[Job, Scene], object]
+
+
+def after(steps: int, do: ByHand, holds: bool = False) -> ByHand:
+    """`do` after so many steps; holds: the fault holds the job until then."""
+
+    def by_hand(job: Job, place: Scene) -> None:
+        job.wait_for_steps(place.run, steps)
+        do(job, place)
+        if holds:
+            job.go_on()
+
+    return by_hand
+
+
+def send_signal(rank: int, number: int) -> ByHand:
+    return after(4, lambda job, place: job.signal(rank, number))
+
+
+def send_signal_early(job: Job, place: Scene) -> None:
+    job.wait_for(lambda: "early" in job.text(0))
+    job.signal(0, signal.SIGTERM)
+
+
+def fifo_at_latest(job: Job, place: Scene) -> None:
+    """Put a pipe at RUN/checkpoints/latest: every reader of it waits for ever."""
+    (place.run / "checkpoints/latest").unlink()
+    os.mkfifo(place.run / "checkpoints/latest")
+
+
+def rename_run(job: Job, place: Scene) -> Path:
+    return place.run.rename(place.run.with_name("renamed"))
+
 
 NAN = float("nan")
 QUICK, QUICKER = {"hang_seconds": "5"}, {"hang_seconds": "3"}
@@ -30,7 +99,7 @@ def _exhausts(name: str, codes: tuple[int, ...], fault: inject.Fault, part: str)
     return Kind(name, codes, f"out of memory in {part} after step 7", fault)
 
 
-def _asked(name: str, by_hand: Callable[[Job, Scene], None]) -> Kind:
+def _asked(name: str, by_hand: ByHand) -> Kind:
     return Kind(name, (75, 75), "saved step", SLOW, by_hand)
 
 
@@ -60,7 +129,7 @@ PROCESSES = [
     _hangs("ranks in different collectives", 1, inject.wait_alone),
     Kind(
         "rank 1 frozen, `latest` never answers", (6, 6), "does not answer", at_step(8, (1,), inject.freeze),
-        kind.fifo_at_latest, scene.latest_back, changes=QUICK,
+        after(7, fifo_at_latest), scene.latest_back, changes=QUICK,
     ),
     Kind("watcher killed", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
     Kind("launcher killed", (75, 75), "the end of the launcher", inject.LAUNCHER_KILLED),
@@ -70,18 +139,18 @@ PROCESSES = [
     ),
 ]  # fmt: skip
 REQUESTS = [
-    _asked("SIGTERM to rank 0", kind.send_signal(0, signal.SIGTERM)),
-    _asked("SIGTERM to rank 1", kind.send_signal(1, signal.SIGTERM)),
-    _asked("SIGINT to rank 1", kind.send_signal(1, signal.SIGINT)),
-    _asked("SIGUSR1 to rank 0", kind.send_signal(0, signal.SIGUSR1)),
-    _asked("SIGUSR2 to rank 1", kind.send_signal(1, signal.SIGUSR2)),
-    _asked("stop file", kind.stop_file),
+    _asked("SIGTERM to rank 0", send_signal(0, signal.SIGTERM)),
+    _asked("SIGTERM to rank 1", send_signal(1, signal.SIGTERM)),
+    _asked("SIGINT to rank 1", send_signal(1, signal.SIGINT)),
+    _asked("SIGUSR1 to rank 0", send_signal(0, signal.SIGUSR1)),
+    _asked("SIGUSR2 to rank 1", send_signal(1, signal.SIGUSR2)),
+    _asked("stop file", after(4, lambda job, place: (place.run / "stop").touch())),
     Kind(
         "second signal", (143, 143), "ended at once by SIGTERM and SIGTERM",
         inject.both(inject.forwarded_within(0.5), at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3))),
     ),
     Kind(
-        "signal before the first step", (75, 75), "before the first step", inject.slow_start, kind.send_signal_early,
+        "signal before the first step", (75, 75), "before the first step", inject.slow_start, send_signal_early,
         goes_on=False,
     ),
 ]  # fmt: skip
@@ -97,7 +166,8 @@ SAVING = [
     ),
     Kind("disk full at the start", (5, 5), "a checkpoint and the teacher need", before=scene.full_disk, goes_on=False),
     Kind(
-        "disk filled in mid-run", (5, 5), "3 saves in a row have failed", SLOW, kind.fill_disk, before=scene.small_disk,
+        "disk filled in mid-run", (5, 5), "3 saves in a row have failed", SLOW,
+        after(2, lambda job, place: fill(place.run), holds=True), before=scene.small_disk,
         changes={"save_every": "1 steps"}, goes_on=False,
     ),
     Kind("disk full for the log", (0, 0), "training continues", before=scene.log_full),
@@ -114,10 +184,10 @@ def _refused(name: str, before: Prepare, says: str, **more: object) -> Kind:
 
 LOADING = [
     _loads("`latest` garbled", scene.latest("\x00\x9f\x1b[2J" * 8), "resumed  at step 6"),
-    _loads("file cut off", scene.cut("rank_00001.safetensors"), "using step 3"),
+    _loads("file cut off", scene.cut_file, "using step 3"),
     _loads("one bit flipped", scene.flip("rank_00000.safetensors"), "is damaged"),
     _loads("checkpoint is a link to itself", scene.link_to_itself, "using step 3"),
-    _refused("all checkpoints gone", scene.remove(""), "has no checkpoint, and had one"),
+    _refused("all checkpoints gone", scene.no_checkpoints, "has no checkpoint, and had one"),
     _refused(
         "all checkpoints damaged", scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)),
         "no older checkpoint exists",
@@ -175,7 +245,8 @@ DATA = [
         goes_on=False,
     ),
     Kind("half of the images empty", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
-    Kind("images gone in mid-run", (2, 2), "are unreadable", SLOW, kind.empty_images, goes_on=False),
+    Kind("images gone in mid-run", (2, 2), "are unreadable", SLOW,
+        after(2, lambda job, place: [path.unlink() for path in place.images.iterdir()], holds=True), goes_on=False),
     Kind("ranks see other images", (2, 2), "same files", inject.other_images, before=scene.other_images, goes_on=False),
 ]  # fmt: skip
 FOLDERS = [
@@ -191,11 +262,12 @@ FOLDERS = [
         goes_on=False,
     ),
     Kind(
-        "run folder renamed", (3, 3), "removed or renamed while the run was at work", SLOW, kind.rename_run,
+        "run folder renamed", (3, 3), "removed or renamed while the run was at work", SLOW, after(4, rename_run),
         before=scene.gone, goes_on=False,
     ),
     Kind(
-        "run folder removed", (3, 3), "removed or renamed while the run was at work", SLOW, kind.remove_run,
+        "run folder removed", (3, 3), "removed or renamed while the run was at work", SLOW,
+        after(4, lambda job, place: shutil.rmtree(rename_run(job, place))),
         before=scene.gone, goes_on=False,
     ),
     Kind(

@@ -46,20 +46,13 @@ def latest(text: str) -> Prepare:
     return lambda scene: (scene.run / "checkpoints/latest").write_text(text) and None
 
 
-def remove(name: str) -> Prepare:
-    def act(scene: Scene) -> None:
-        path = scene.run / "checkpoints" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    return act
+def no_checkpoints(scene: Scene) -> None:
+    shutil.rmtree(scene.run / "checkpoints")
 
 
-def cut(name: str) -> Prepare:
-    def act(scene: Scene) -> None:
-        path = scene.newest / name
-        os.truncate(path, path.stat().st_size // 2)
-
-    return act
+def cut_file(scene: Scene) -> None:
+    path = scene.newest / "rank_00001.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
 
 
 def flip(name: str, folders: tuple[str, ...] = (NEWEST,)) -> Prepare:

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults import jobs
-from tests.faults.kind import Kind
-from tests.faults.kinds import GROUPS
+from tests.faults.kinds import GROUPS, Kind
 from tests.faults.scene import Scene
 from tests.run.harness import image_folder, losses_of
 from tests.sample import sampled

@@ -18,16 +18,7 @@ from pathlib import Path
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.health.beat import (
-    Beat,
-    Disk,
-    Failure,
-    Heartbeat,
-    Heartbeats,
-    describe_hang,
-    last_checkpoint,
-    last_checkpoint_step,
-)
+from dino_ds.health.beat import Beat, Disk, Failure, Heartbeat, Heartbeats, describe_hang, last_checkpoint
 from dino_ds.health.monitor import Failures, is_connection_error
 from dino_ds.health.processes import STALE_SECONDS, RunLock, Standstill, machine
 
@@ -36,6 +27,12 @@ HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
 
 def at(rank: int, **changes: object) -> Heartbeat:
     return dataclasses.replace(HERE, rank=rank, **changes)
+
+
+def listed() -> Beat:
+    beat = Beat()
+    beat.listed = True
+    return beat
 
 
 @pytest.fixture
@@ -110,7 +107,6 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     assert last_checkpoint(tmp_path).endswith("the disk does not answer")
-    assert last_checkpoint_step(tmp_path) is None
     assert heartbeats.read() == [] and heartbeats.first_failure() is None
     disk, later = Disk(), threading.Event()
     assert disk.run(later.wait, False) is False
@@ -124,8 +120,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
 
 def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats, tmp_path):
     """The rank that caused it says it; others end with its exit code in silence."""
-    beat = Beat()
-    beat.listed = True
+    beat = listed()
     heartbeats.claim(Failure(1, "here", 3, "error", 2, "images are gone"))
     with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1")
@@ -137,8 +132,7 @@ def test_what_all_ranks_raise_is_said_once_though_the_heartbeats_go(heartbeats, 
     """Rank 0, which removes them, would otherwise not know that rank 1 has said it."""
     errors = []
     for rank in (1, 0):
-        beat = Beat()
-        beat.listed = True
+        beat = listed()
         failures = Failures(tmp_path, rank, 2, beat)
         error = ConfigError("a network is not known")
         failures.settle(error)
@@ -151,8 +145,7 @@ def test_what_all_ranks_raise_is_said_once_though_the_heartbeats_go(heartbeats, 
 
 
 def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path):
-    beat = Beat()
-    beat.listed = True
+    beat = listed()
     with pytest.raises(RuntimeError, match="shapes"), Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("shapes differ")
     assert heartbeats.first_failure().message == "RuntimeError: shapes differ"
@@ -168,8 +161,7 @@ def test_an_exit_or_an_interrupt_in_the_middle_of_a_run_is_no_good_end(world, he
         (KeyboardInterrupt(), RuntimeError if world > 1 else KeyboardInterrupt, "KeyboardInterrupt at step 7 (step)"),
     ):
         heartbeats.prepare()
-        beat = Beat()
-        beat.listed = True
+        beat = listed()
         beat.enter("step", 7)
         with pytest.raises(raised), Failures(tmp_path, 0, world, beat).reported():
             raise error
@@ -184,13 +176,13 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
         """
         import sys, time
         from pathlib import Path
-        from dino_ds.health.monitor import Watchdog
-        with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2])) as dog:
-            dog.beat.enter("step", 1)
-            dog.beat.warm = True
+        from dino_ds.health.monitor import watchdog
+        with watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2])) as beat:
+            beat.enter("step", 1)
+            beat.warm = True
             for _ in range(int(sys.argv[3])):
                 time.sleep(0.2)
-                dog.beat.enter_part("backward")
+                beat.enter_part("backward")
             time.sleep(float(sys.argv[4]))
         """
     )

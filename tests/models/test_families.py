@@ -17,8 +17,8 @@ from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign import ForeignSpec
-from tests.engine.cnn import BATCH, build, foreign_recipe, run_window
-from tests.engine.harness import ds_config, fp32_student
+from tests.engine.harness import ds_config, fp32_student, run_windows
+from tests.engine.test_cnn import BATCH, SIZES, build, foreign_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 
@@ -54,7 +54,7 @@ def _two_steps(stage: int, families: list[str]) -> dict[str, tuple[list[float], 
         recipe = _recipe(name, FAMILIES[name])
         step = build(recipe, stage)
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # its gradients were NaN for one query on an H200
-        losses = [run_window(step, window)[1] for window in range(2)]
+        losses = run_windows(step, 0, 2, BATCH, SIZES)
         network = build_network(recipe, step.engine.config.performance)
         start, parameters = copied(network.state_dict()), dict(network.named_parameters())
         end = fp32_student(step.engine, network)
