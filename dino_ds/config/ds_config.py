@@ -140,8 +140,8 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # hjson's own, and Python's about numbers of 4301 digits, 1e999
         raise ConfigError(f"{path} cannot be read as JSON: {one_line(error)}") from None
-    if found := re.search('[^"]*([\ud800-\udfff]|\\\\u0000)[^"]*', json.dumps(config, ensure_ascii=False)):
-        raise ConfigError(f"{path} cannot be read as JSON: {found[0][:40]!r} has half a character or a NUL")
+    if half := re.search('[^"]*([\ud800-\udfff]|\\\\u0000)[^"]*', json.dumps(config, ensure_ascii=False)):
+        raise ConfigError(f"{path} cannot be read as JSON: {half[0][:40]!r} has half a character or a NUL")
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config

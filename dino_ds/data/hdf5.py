@@ -92,16 +92,16 @@ def _dataset(process: int, file: str, state: tuple[int, ...] | None, name: str) 
 def _named(opened: Any, name: str) -> Any:
     """The dataset called `name`, found by hard links alone: other links may lead to any file. Raises DataError."""
     h5py, node, file = import_h5py(), opened, printable(opened.filename)
-    place = printable(f"{opened.filename}:{name}")
+    dataset = printable(f"{opened.filename}:{name}")
     for part in filter(None, name.split("/")):
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
             raise DataError(f"{file} has no dataset {printable(name)}{_datasets_in_words(opened)}")
         if not isinstance(link, h5py.HardLink):
-            raise DataError(f"{place} is a link, which is not followed: name its target")
+            raise DataError(f"{dataset} is a link, which is not followed: name its target")
         node = node[part]
     if not isinstance(node, h5py.Dataset):
-        raise DataError(f"{place} is no dataset{_datasets_in_words(opened)}")
+        raise DataError(f"{dataset} is no dataset{_datasets_in_words(opened)}")
     return node
 
 

@@ -226,7 +226,7 @@ class _Exchange:
         owners = dict(zip(matrices, share_out([*matrices.values()], len(pieces)), strict=True))
         self._mine = {name: matrix for name, matrix in matrices.items() if owners[name] == rank}
         self._sent = [[part for part in pieces[rank] if owners[part.parameter] == to] for to in range(len(pieces))]
-        self._received = [[part for part in own if owners[part.parameter] == rank] for own in pieces]
+        self._received = [[part for part in parts if owners[part.parameter] == rank] for parts in pieces]
 
     def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of this rank's pieces in the flat `tensor`, and the update of each; takes two collectives."""

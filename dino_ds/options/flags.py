@@ -31,8 +31,8 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     config = request.options.get("config", command.recipe)
     ds_config = request.options.get("ds_config", command.ds_config)
     fields = {option.name: field_of(option) for option in command.own_options}
-    own = {field: request.options[name] for name, field in fields.items() if name in request.options}
-    options = command.options(**own)
+    named = {field: request.options[name] for name, field in fields.items() if name in request.options}
+    options = command.options(**named)
     allow_code(getattr(options, name, None) for name in ("allow_code", "source", "backbone"))
     files, problems = dict[str, Any](), list[str]()
     if command.takes_recipe:
@@ -164,8 +164,8 @@ def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
             problems.append(f"{name}: a dict is not a value; {how}")
         elif value is not None:
             is_text = isinstance(value, tuple) and not option.takes_list
-            one = ",".join(map(unquoted, value)) if is_text else value
-            for part in value if isinstance(value, tuple) and option.takes_words else [one]:
+            text = ",".join(map(unquoted, value)) if is_text else value
+            for part in value if isinstance(value, tuple) and option.takes_words else [text]:
                 _store(command, request, option.name, part, problems)
     if problems:
         raise ConfigError("\n".join(problems))

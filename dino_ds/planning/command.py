@@ -104,7 +104,8 @@ def _describe(
         "moment": memory.moment,
         "bytes_per_gpu": memory.parts,
         "activation_bytes": {
-            f"{name}_checkpointing": round(step_costs(recipe, one, on_gpu=True).saved) for name, one in kept.items()
+            f"{name}_checkpointing": round(step_costs(recipe, blocks, on_gpu=True).saved)
+            for name, blocks in kept.items()
         },
         "bytes_per_node": fit.host_bytes(recipe, config, cluster.gpus, world),
         "checkpoint_bytes": fit.checkpoint_bytes(recipe),

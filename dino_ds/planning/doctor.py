@@ -124,8 +124,8 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
 def look_at_software() -> Iterator[Finding]:
     """List the versions, and try the imports of training; the last finding is the first import that fails."""
     shown = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
-    found = {name: next((package.version for package in distributions(name=name)), "absent") for name in shown}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items())
+    packages = {name: next((package.version for package in distributions(name=name)), "absent") for name in shown}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     yield make_finding("software", f"{versions}; Python {platform.python_version()} ({sys.executable})")
     for name, cure in _LOAD_CURES.items():
         try:
@@ -140,7 +140,7 @@ def look_at_software() -> Iterator[Finding]:
             if name == "torch" and not module.accelerator.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find it too, but warn
         except Exception as error:
-            text = f"{name} {found[name]} does not load ({one_line(error)})"
+            text = f"{name} {packages[name]} does not load ({one_line(error)})"
             yield make_finding("software", text, cure, level=FAILURE)
             return
 

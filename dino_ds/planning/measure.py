@@ -326,8 +326,8 @@ def run_in_child(
                 if ranks > 1:
                     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                     environment |= {name: str(value) for name, value in at.items()}
-                with words.open() as given:
-                    processes.append(start(env=environment, stdin=given))
+                with words.open() as question:
+                    processes.append(start(env=environment, stdin=question))
         codes = _wait(processes, limits)
         if -signal.SIGKILL in codes:
             raise ChildOutOfMemory("a measuring process was killed, most likely for its memory: take a smaller batch")

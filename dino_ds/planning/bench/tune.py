@@ -143,8 +143,8 @@ class Search:
 
     def _find_lever(self, fastest: Setting) -> Setting:
         """Change each lever alone at the fastest micro-batch; return the fastest setting that learns the same."""
-        own = Path(self._path).stem
-        fastest = replace(fastest, name=f"{own}, as given")
+        ds_name = Path(self._path).stem
+        fastest = replace(fastest, name=f"{ds_name}, as given")
         settings = {fastest.resolved: fastest}
         recipe, own_path = fastest.recipe, self._path
         shipped = sorted(CHECKOUT.glob("ds_configs/*.json"))
@@ -166,7 +166,7 @@ class Search:
                 setting = replace(setting, learned="a loss of fewer crops")
             if reason := self._too_large(setting):
                 self.skipped[name] = reason
-            elif (same := settings.setdefault(setting.resolved, setting)) is not setting and name != own:
+            elif (same := settings.setdefault(setting.resolved, setting)) is not setting and name != ds_name:
                 self.skipped[name] = f"here the same as {same.name}"
         self.levers = self._compare([*settings.values()])
         best = self.levers[fastest.name]
@@ -355,10 +355,10 @@ class Trials:
 
 def _busy_seconds() -> float:
     """CPU seconds that this machine has spent on other programs than this one and its ended children."""
-    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    times, ours = psutil.cpu_times(), psutil.Process().cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     busy = sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return float(busy - own.user - own.system - own.children_user - own.children_system)
+    return float(busy - ours.user - ours.system - ours.children_user - ours.children_system)
 
 
 def measure_step(
