@@ -32,8 +32,7 @@ _PART, _PART_BYTES = 4096, 256 * 2**20
 """Most images of a part, and most bytes of a part: an interruption costs each rank one part."""
 _FEW, _PARTS = 64, 64
 """Fewest images of a part, and the number of parts into which few images are divided, for all ranks to get some."""
-DIGEST = "rows_sha256"
-"""The key of an embedding's .json with the digest of its rows."""
+DIGEST = "rows_sha256"  # the key of an embedding's .json with the digest of its rows
 _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 """Facts of an embedding whose differences are described separately."""
 

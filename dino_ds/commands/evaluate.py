@@ -31,8 +31,7 @@ _CONCERNS = {
     **dict.fromkeys(("k", "temperature"), ("knn",)),
     "workers": (*_OF_IMAGES, "oxford", "paris"),
     "benchmark_root": BENCHMARKS,
-}
-"""Option -> the evaluations that it affects; options that are not listed affect all."""
+}  # option -> the evaluations that it affects; options that are not listed affect all
 
 
 def run(options: EvalOptions) -> Result:

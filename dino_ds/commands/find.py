@@ -33,8 +33,7 @@ from dino_ds.options.definition import CurateOptions, FindOptions, Result
 from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
 from dino_ds.weights.load import load
 
-LINES, COLUMNS = 12, 8
-"""Rows and columns of pictures on a sheet, at most."""
+LINES, COLUMNS = 12, 8  # rows and columns of pictures on a sheet, at most
 _THUMBNAIL, _BLOCK = 96, 4096
 
 

@@ -35,12 +35,9 @@ from dino_ds.report.draw import INK
 _NAMED, _ALIKE = 20, 3
 """Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
-_LINE = 1.1
-"""Height of a local crop, inches; an image and a global crop are two lines high."""
-_MARGIN = 0.6
-"""Inches above the first image and below the last."""
-_ORIGINAL, _GLOBAL = 3, 2
-"""Columns of the grid that an image and a global crop take; a local crop takes one."""
+_LINE = 1.1  # height of a local crop, inches; an image and a global crop are two lines high
+_MARGIN = 0.6  # inches above the first image and below the last
+_ORIGINAL, _GLOBAL = 3, 2  # columns of the grid that an image and a global crop take; a local crop takes one
 
 
 def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Result:

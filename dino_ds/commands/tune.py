@@ -37,12 +37,10 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_gib": ("measured", gib),
     "loader": ("loader alone, images/s", lambda value: number(value, 3)),
     "wait": ("wait in the step", lambda value: percent(100 * value)),
-}
-"""Titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them."""
+}  # titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them
 _PARTS = {"data": "wait for images", COPY: "copy"} | {part: part for part in (AUGMENTATION, *PARTS[1:])}
 """Titles of the parts of a step."""
-Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
-"""A title, a header, rows, and a note or ""."""
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # a title, a header, rows, and a note or ""
 
 
 def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, request: Request) -> Result:

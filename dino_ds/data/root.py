@@ -36,13 +36,11 @@ _SOURCES: dict[str, Any] = {".tar": TarShards, ".parquet": ParquetImages, **dict
 TRAIN_FOLDERS, TEST_FOLDERS = (
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
     for names in ("train training", "test testing val valid validation")
-)
-"""Folder names of a dataset's training and test parts."""
+)  # folder names of a dataset's training and test parts
 _HUB_SETS = re.compile(
     r"(https?://(www\.)?huggingface\.co/datasets/)"
     r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
-)
-"""Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner."""
+)  # address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner
 
 _SETS = {
     "cifar10": "cifar-10-",
@@ -53,8 +51,7 @@ _SETS = {
     "flowers102": "flowers-102",
     "pets": "oxford-iiit-pet",
     "eurosat": "eurosat",
-}
-"""How the name of each torchvision dataset's folder or archive begins."""
+}  # how the name of each torchvision dataset's folder or archive begins
 _WITHOUT_LABELS = ("statistics", *BENCHMARKS)  # evaluations that need no labeled test images
 
 

@@ -231,8 +231,7 @@ TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]
     "flowers102": ("Flowers102", [{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
     "pets": ("OxfordIIITPet", [{"split": "trainval"}], [{"split": "test"}]),
     "eurosat": ("EuroSAT", [{}], [{}]),
-}
-"""torchvision's class, and the arguments of the datasets that are joined for training and for testing."""
+}  # torchvision's class, and the arguments of the datasets that are joined for training and for testing
 PATCH_PIXELS = 40
 _SIDES = (48, 72)  # smallest and largest side of a patch in a photograph that is 256 pixels high
 _PER_PHOTO = {"train": 160, "test": 52}

@@ -41,8 +41,7 @@ _SETUPS = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
     "hard": (("hard",), ("junk", "easy")),
-}
-"""For each setup: kinds of images that count as positives, and kinds that are skipped."""
+}  # for each setup: kinds of images that count as positives, and kinds that are skipped
 
 
 def oxford(context: EvalContext) -> dict[str, float]:

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from dino_ds.evals.classifiers import topk_by_groups
 
-Pairs = tuple[np.ndarray, np.ndarray]
-"""First and second rows (p,) of pairs."""
-SIDE = 32
-"""Pixels of the thumbnails by which near-duplicates are told apart."""
+Pairs = tuple[np.ndarray, np.ndarray]  # first and second rows (p,) of pairs
+SIDE = 32  # pixels of the thumbnails by which near-duplicates are told apart
 _INNER, _SIZES = 28, (28, 29, 30, 31, 32)
 """Side of the window of one thumbnail that is sought in another, and sides to which that thumbnail is shrunk before."""
 _MOST_CLUSTERS, _SAMPLE, _SAMPLE_OF_EACH = 2048, 16384, 32

@@ -42,8 +42,7 @@ from dino_ds.run.run import PeriodicTask, StepContext
 from dino_ds.run.run_folder import best_step
 from dino_ds.weights.load import Backbone
 
-Results = dict[str, dict[str, Any]]
-"""Results by evaluation, as RUN/evaluations.json keeps them."""
+Results = dict[str, dict[str, Any]]  # results by evaluation, as RUN/evaluations.json keeps them
 
 
 class EvalRunner(PeriodicTask):

@@ -69,8 +69,7 @@ class Best:
     newest: float | None = None
     reference: float | None = None
     stalled: int = 0
-    seen: int | None = None
-    """Step of the newest evaluation, or None before the first one."""
+    seen: int | None = None  # step of the newest evaluation, or None before the first one
     basis: str = ""
     """A digest of the images and settings of the evaluation: only values with the same digest are comparable."""
 
@@ -185,8 +184,7 @@ class Knn:
     raw: float | None = None
     untrained: float | None = None
     latest: float | None = None
-    step: int | None = None
-    """Step of `latest`."""
+    step: int | None = None  # step of `latest`
     has_baselines_shown: bool = field(default=False, compare=False)
     """Whether this process has logged the baselines of the newest value."""
 

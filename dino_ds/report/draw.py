@@ -24,10 +24,8 @@ INK, _OPACITIES = "#727c8b", 16
 """Color of the words in a picture without a background: it is read on a light page and on a dark one."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
 """Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
-_CELL, _GAP, _LINE = 1.5, 0.06, 0.24
-"""Inches: a picture's side, between pictures, a line of text."""
-_GROUPS, _MAP = 20, 8.0
-"""Most groups that the map's legend names: the number of colors; inches of the map's side."""
+_CELL, _GAP, _LINE = 1.5, 0.06, 0.24  # inches: a picture's side, between pictures, a line of text
+_GROUPS, _MAP = 20, 8.0  # most groups that the map's legend names: the number of colors; inches of the map's side
 
 
 class Sheet:

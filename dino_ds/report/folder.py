@@ -23,8 +23,7 @@ LEVELS = {
     **dict.fromkeys(("collapse", "not finite", "hang", "error", "save failed"), "bad"),
     **dict.fromkeys(("warning", "slow", "overflow", "unreadable image", "stopped"), "odd"),
     **dict.fromkeys(("resumed", "note", "evals"), "plain"),
-}
-"""Kinds of events that are incidents, and how bad they are."""
+}  # kinds of events that are incidents, and how bad they are
 _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "hang": "failed", "images": ""}
 """How a run has ended after the last event of these kinds; "" if it goes on."""
 

@@ -45,8 +45,7 @@ _PICTURES = {
     "neighbors": "Nearest neighbors of six images, with the cosines of their features",
     "pca": "Patches, colored by the first three principal components of their features",
     "attention": "Attention of the CLS token, head by head",
-}
-"""Titles of the kinds of pictures, in the order of the page."""
+}  # titles of the kinds of pictures, in the order of the page
 
 
 def run(options: ReportOptions) -> Result:

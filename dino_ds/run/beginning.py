@@ -96,8 +96,7 @@ class Beginning:
 
     resumed: SavedCheckpoint | None = None
     previous: SavedCheckpoint | None = None
-    continues: bool = False
-    """Whether the stage takes over the whole training state, else the teacher's weights."""
+    continues: bool = False  # whether the stage takes over the whole training state, else the teacher's weights
     images_changed: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -245,8 +244,7 @@ def _differences(source: dict[str, object], ours: dict[str, object]) -> str:
     return ", ".join(f"{name} {source[name]} there, {ours.get(name)} here" for name in names)
 
 
-MOST_KEPT = 0.5
-"""Largest share that the initial weights may still have in a teacher at the end."""
+MOST_KEPT = 0.5  # largest share that the initial weights may still have in a teacher at the end
 
 
 def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Request, notes: Iterable[str]) -> None:

@@ -39,8 +39,7 @@ _PARTS = {
     "data": "loading",
     "start": "building the model",
     "end": "the end",
-}
-"""`Beat.where` in words."""
+}  # `Beat.where` in words
 
 
 class Guards(NamedTuple):
@@ -273,8 +272,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-Callback = Callable[[int, dict[str, Any]], object]
-"""Called with a step and its line of metrics.jsonl."""
+Callback = Callable[[int, dict[str, Any]], object]  # called with a step and its line of metrics.jsonl
 
 
 class Caller:

@@ -280,10 +280,8 @@ def _open_trackio(section: Mapping[str, Any], run_dir: Path, run_id: str) -> Log
 
 NEAR = 0.02
 """Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""
-NO_KL = 0.01
-"""Fraction of ln K below which the KL says that the teacher gives every image the same target."""
-WINDOWS = 10
-"""Consecutive lines of metrics before the alarm: a single batch may come near either bound."""
+NO_KL = 0.01  # fraction of ln K below which the KL says that the teacher gives every image the same target
+WINDOWS = 10  # consecutive lines of metrics before the alarm: a single batch may come near either bound
 _HINTS = {
     "one prototype": "lower optimizer.lr or raise objective.teacher_temp; with Sinkhorn-Knopp raise data.global_batch, "
     "else lower objective.center_momentum",

@@ -126,12 +126,9 @@ class Run:
     log: RunLog
 
 
-FIRST_SAVE_AFTER = 5
-"""Steps of this process before its first save, which shows a broken disk early."""
-_OWN = "own."
-"""Prefix of the states of users' terms, in the file of each rank."""
-SAVE_SECONDS = 600.0
-"""Time between later saves, which a run that dies loses at most."""
+FIRST_SAVE_AFTER = 5  # steps of this process before its first save, which shows a broken disk early
+_OWN = "own."  # prefix of the states of users' terms, in the file of each rank
+SAVE_SECONDS = 600.0  # time between later saves, which a run that dies loses at most
 
 
 @dataclass

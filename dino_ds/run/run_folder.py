@@ -183,8 +183,7 @@ class RunFolder:
     key in `allow_change`.
     """
 
-    images: ImageSet
-    """Those of this start."""
+    images: ImageSet  # those of this start
 
     def __init__(
         self, path: Path, recipe: Recipe, config: DsConfig, resume: fields.Resume, allow_change: str | None = None
