@@ -2,8 +2,7 @@
 
 Keywords are a command's options and the recipe's keys. They are read and checked as on a command line, and passed to
 the function that the command runs: nothing is decided here. Where a command ends with a message and an exit code, its
-function raises an exception of dino_ds.errors.
-"""
+function raises an exception of dino_ds.errors."""
 
 from __future__ import annotations
 

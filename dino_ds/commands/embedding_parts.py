@@ -40,9 +40,7 @@ _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 @dataclass(frozen=True)
 class Parts:
     """A folder with the array of one embedding, `images` rows of `shape` in NumPy's `dtype`, and a record of progress.
-
-    A part, some thousand rows, counts once its record is there: a .json with the names of its unreadable images.
-    """
+    A part, some thousand rows, counts once its record is there: a .json with the names of its unreadable images."""
 
     folder: Path
     images: int

@@ -14,9 +14,7 @@ from dino_ds.options.definition import ExportOptions, Result
 
 def run(options: ExportOptions) -> Result:
     """Write `model` as `format`, a key of FORMATS, to `out`.
-
-    Raises ConfigError, CheckpointError. No existing file is overwritten.
-    """
+    Raises ConfigError, CheckpointError. No existing file is overwritten."""
     from dino_ds.evals.features import crop_pct_of
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load

@@ -43,9 +43,7 @@ _ORIGINAL, _GLOBAL = 3, 2  # columns of the grid that an image and a global crop
 def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Result:
     """Draw the first `images` images that a run of this recipe trains on, with their crops in its first epoch, into
     `out` (.png), and return statistics of `sample` images drawn at random (0 = all).
-
-    Raises ConfigError for impossible arguments, DataError without readable images.
-    """
+    Raises ConfigError for impossible arguments, DataError without readable images."""
     png = _check(options.out)
     source = sources.training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range

@@ -35,11 +35,9 @@ _FRESH_NANOSECONDS = 2_000_000_000
 
 class ImageFolder(ListedFiles):
     """All images under `root`, sorted by path.
-
     Labels are the first-level folders if every image lies in one and there are at least two; folders named train, val
     or test are not classes. Names that begin with a dot are ignored. The list comes from the cache while the times of
-    all folders are unchanged. Raises DataError if there are no images.
-    """
+    all folders are unchanged. Raises DataError if there are no images."""
 
     def __init__(self, root: str) -> None:
         folder = Path(os.path.expanduser(root))
@@ -59,10 +57,8 @@ class ImageFolder(ListedFiles):
 
 class ListFile(ListedFiles):
     """Images in the order of a file's lines, `path` or `path<TAB>class`; paths are relative to the file's folder.
-
     Empty lines, comments (#) and hidden files are ignored. The parsed list comes from the cache while the file's size
-    and time are unchanged. Raises DataError if no image is listed, or if none of 20 lines is a file.
-    """
+    and time are unchanged. Raises DataError if no image is listed, or if none of 20 lines is a file."""
 
     def __init__(self, path: str) -> None:
         listed = path if is_url(path) else str(Path(os.path.expanduser(path)).absolute())

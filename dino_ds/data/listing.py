@@ -1,8 +1,7 @@
 """Lists of millions of images in memory-mapped files, which cost each process almost nothing, and classes of images.
 
 A list (numpy arrays and a JSON object, as safetensors) lies in the user's cache under a name that is used once, so that
-a source is pickled for loader processes as a path.
-"""
+a source is pickled for loader processes as a path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Files in buckets and on web servers: found, read in pieces that are asked for together and checked, and kept on a
-disk that the processes of a machine share.
-"""
+disk that the processes of a machine share."""
 
 from __future__ import annotations
 
@@ -235,12 +234,10 @@ class _RemoteFile(io.RawIOBase):
 
 class RemoteCache:
     """At most `size` bytes of pieces, of all images and runs together.
-
     Each remote file has a sparse file here, in which a piece lies at its own place. Behind the end is a mark for each
     piece, its length and CRC-32, which is written last and compared at each read: what a killed process has left half
     is fetched again, and no process waits for another. The files of a run's images stay: where an epoch does not fit, a
-    part that stays saves more than the latest pieces. Files of other images go, the least recently used first.
-    """
+    part that stays saves more than the latest pieces. Files of other images go, the least recently used first."""
 
     def __init__(self, size: int) -> None:
         self.size, self.folder = size, os.path.join(cache_folder(), "remote")

@@ -57,10 +57,8 @@ _WITHOUT_LABELS = ("statistics", *BENCHMARKS)  # evaluations that need no labele
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
     """Open images by a folder, a file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
-
     The path of an HDF5 file may name a dataset in it (file.h5:/images). A folder that holds ARCHIVES, but no images or
-    folders, is read as these archives. cache_gib: disk space for remote images. Raises DataError.
-    """
+    folders, is read as these archives. cache_gib: disk space for remote images. Raises DataError."""
     check_root(root)
     path, part = split_part(os.path.expanduser(root))
     if is_url(path):

@@ -1,6 +1,5 @@
 """Readers of image files that Pillow can't read in full: NumPy arrays, TIFFs with more bands than colors or numbers of
-any type, and DICOM files with one frame.
-"""
+any type, and DICOM files with one frame."""
 
 from __future__ import annotations
 

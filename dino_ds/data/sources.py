@@ -3,8 +3,7 @@ training.
 
 Datasets by name are torchvision's, and patches of the photographs inside the package: 18 (licenses: photos/NOTICE.md),
 whose patches are classes of their own. The left 60 % of each is for training, the right 30 % for testing, so that no
-pixel is in both.
-"""
+pixel is in both."""
 
 from __future__ import annotations
 

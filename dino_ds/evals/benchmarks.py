@@ -5,8 +5,7 @@ trained.
 Sources: Radenović et al. 2018 (arXiv 1803.11285), `python/` of filipradenovic/revisitop for the ground truth and its
 metrics; facebookresearch/dino `eval_image_retrieval.py` for sizes and features, `eval_video_segmentation.py` (Jabri et
 al. 2020, arXiv 2006.14613). Metrics of region (J) and boundary (F): `metrics.py` and `evaluation.py` of
-davisvideochallenge/davis2017-evaluation (Perazzi et al. 2016, Pont-Tuset et al. 2017).
-"""
+davisvideochallenge/davis2017-evaluation (Perazzi et al. 2016, Pont-Tuset et al. 2017)."""
 
 from __future__ import annotations
 

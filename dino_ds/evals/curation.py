@@ -1,8 +1,7 @@
 """Search, near-duplicates and clusters of features: every pair is compared, in blocks, so that memory does not grow.
 
 Sources: near-duplicates are connected components among neighbors, as in DINOv2 (arXiv 2304.07193, appendix A.3).
-Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling.
-"""
+Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Features of images, each rank computing its share; and the images that a command examines a model on, named by its
-options or by the model's run.
-"""
+options or by the model's run."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The held-out loss is the objective's own, on images that are never trained on: always the same crops, against the
 teacher's targets. Every micro-batch is measured by itself, whatever the number of ranks: terms that compare images
 (Sinkhorn-Knopp, KoLeo) see one micro-batch, and the means over images are equal to the bit on any number of ranks whose
-kernels round alike.
-"""
+kernels round alike."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 To add one, write a function with this signature, and add it to `find_evaluation` and to EVALUATIONS of
 `dino_ds.config.evaluation`. Its docstring goes into the table of docs/evaluations.md; its numbers are printed, written
-and reported.
-"""
+and reported."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def note_on_shared(
 ) -> tuple[float, list[str]]:
     """The share of the test images that are training images too, and notes for the user: those of the same file, or, of
     64 that are looked at, of the same name and content. Looks only if an evaluation needs both; all ranks must call it,
-    and get rank 0's answer.
-    option: names other test images. which: what the test images are called."""
+    and get rank 0's answer. option: names other test images. which: what the test images are called."""
     share, notes = 0.0, list[str]()
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
@@ -198,9 +196,8 @@ def describe_result(
     about: Mapping[str, Any],
     data: str | None = None,
 ) -> dict[str, Any]:
-    """Entry of one evaluation in evaluations.json (evals/tracking.py).
-    about: "step" and "images" of the model; data: the name of its images; a benchmark's entry has the benchmark's
-    name."""
+    """Entry of one evaluation in evaluations.json (evals/tracking.py). about: "step" and "images" of the model; data:
+    the name of its images; a benchmark's entry has the benchmark's name."""
     train, test = (None, None) if name in BENCHMARKS else context.image_counts
     return {
         "step": about.get("step"),

@@ -1,6 +1,5 @@
 """Values of evaluations over a run: the best teacher by one metric, k-NN beside its baselines, and the newest result of
-each.
-"""
+each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Pages that are one file and fetch nothing, and their charts: described as lines of the columns of metrics.jsonl,
-drawn as SVG by matplotlib; jinja2 escapes all text.
-"""
+drawn as SVG by matplotlib; jinja2 escapes all text."""
 
 from __future__ import annotations
 

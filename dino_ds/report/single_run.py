@@ -1,6 +1,5 @@
 """`dino-ds report`: the figures of one run (`--json` prints them), its verdict, and its page, one HTML file by the
-template run.html.
-"""
+template run.html."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The beginning of a run: the checkpoint that a start loads, the plain values that the training loop needs of a recipe,
-and the log's first and last lines: what is trained, on what, for how long, and what is unusual.
-"""
+and the log's first and last lines: what is trained, on what, for how long, and what is unusual."""
 
 from __future__ import annotations
 
@@ -58,9 +57,7 @@ def loop_options(
 def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]:
     """Lines for the log about warm-ups that end after the run's length, or after `last_step`, the last step of this
     start; an epoch has `epoch_steps` optimizer steps.
-
-    Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins.
-    """
+    Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins."""
     batch, trial = recipe.data.global_batch, "(a short trial keeps its schedules with --max_steps)"
     last, length = recipe.length.in_steps(batch, epoch_steps), f"length {recipe.length}"
     never = {"model.freeze_backbone": (recipe.model.freeze_backbone, "the backbone would never learn")}
@@ -116,10 +113,8 @@ class Beginning:
 
     def load(self, saver: Saver) -> list[str]:
         """Load the checkpoint into the parts of the run, once they are built; returns lines for the log.
-
         A stage that does not continue loads the objective's running statistics alone. Tensors that the checkpoint lacks
-        keep their initial values, and are named; so does a teacher that becomes a copy of another one now or later.
-        """
+        keep their initial values, and are named; so does a teacher that becomes a copy of another one now or later."""
         if self.resumed is not None:
             saver.restore(self.resumed, self.resumed.whole())
             saver.saved_step = self.resumed.manifest.step
@@ -143,9 +138,8 @@ class Beginning:
 def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: TrainOptions, request: Request) -> Beginning:
     """Choose the checkpoint of a start in `folder`, on every rank. For a new stage, set the folder's `origin`, and let
     its recipe count steps from there.
-
-    Raises ConfigError or CheckpointError where there is no checkpoint to begin with, or its network is not the stage's.
-    """
+    Raises ConfigError or CheckpointError where there is no checkpoint to begin with, or its network is not the
+    stage's."""
     if folder.resume:
         choice = checkpoints.choose(folder.wanted_step, folder.run_id, folder.check)
         if choice.saved is not None:

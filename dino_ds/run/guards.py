@@ -1,6 +1,5 @@
 """Watches over a run from its first moment: hangs, failures, memory, the run folder, requests to stop it at the next
-step (signals, RUN/stop, a launcher's end), and the Python program that has started the run and outlives it.
-"""
+step (signals, RUN/stop, a launcher's end), and the Python program that has started the run and outlives it."""
 
 from __future__ import annotations
 
@@ -67,9 +66,7 @@ def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterat
 
 class FolderLock:
     """The lock of a run folder and the heartbeats of this start in it, held from the start's first moment to its end.
-
-    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start.
-    """
+    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start."""
 
     def __init__(self, run_dir: Path, guards: Guards) -> None:
         self._lock, self._heartbeats = RunLock(run_dir), Heartbeats(run_dir)
@@ -173,11 +170,9 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
 
 class StopRequests:
     """A `with` block in which the first signal asks for a stop, and a second one ends the process at once.
-
     Before `install` there is nothing to save: the first signal ends the process. `nothing_to_save` (reason) and
     `at_once` (exit code, message) are called before the process ends so. A thread does this, woken by Python's handler
-    in C, so that it works while the main thread waits in a collective.
-    """
+    in C, so that it works while the main thread waits in a collective."""
 
     def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
         self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
@@ -306,10 +301,8 @@ class Caller:
 
 class CallersStopRequests(StopRequests):
     """Stop requests in a program that goes on after the run, such as a notebook: nothing here ends the process.
-
-    Before `install`, and from the second signal on, the program's own handlers act: Ctrl-C is a
-    KeyboardInterrupt. If the run is not in the main thread, they always act.
-    """
+    Before `install`, and from the second signal on, the program's own handlers act: Ctrl-C is a KeyboardInterrupt. If
+    the run is not in the main thread, they always act."""
 
     def __init__(self, beat: Beat) -> None:
         super().__init__(beat, lambda _: None, lambda *_: None)

@@ -1,6 +1,5 @@
 """The training loop: micro-batches, the work between optimizer steps, and what it reports: a line of metrics every
-`log_every` steps, progress, unreadable images, and steps that are skipped because of NaN or infinity.
-"""
+`log_every` steps, progress, unreadable images, and steps that are skipped because of NaN or infinity."""
 
 from __future__ import annotations
 
@@ -205,10 +204,8 @@ _MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
 
 class Reports:
     """Collects and writes the reports of a run. The loop updates `clock`. Every rank calls every method.
-
     newest: the step of the newest micro-batch since the last line of metrics. unreadable, notes: this rank's unreadable
-    images, and the notes of its loader, which are not reported yet.
-    """
+    images, and the notes of its loader, which are not reported yet."""
 
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
@@ -259,9 +256,7 @@ class Reports:
 
     def skipped(self, window: list[_Trained]) -> None:
         """Report a skipped step. A mere fp16 overflow is no bad step: it is how the loss scale is found.
-
-        Raises NumericError, on all ranks, at the third bad step in a row, or if the loss scale can't fall further.
-        """
+        Raises NumericError, on all ranks, at the third bad step in a row, or if the loss scale can't fall further."""
         run, step = self._run, self._run.step
         run.state.skipped_steps += 1
         bad = [name for micro in window if not torch.isfinite(micro.step.loss) for name in micro.names]
@@ -392,10 +387,8 @@ class Reports:
 
 def constant_images(crops: list[Tensor]) -> Tensor:
     """Mark the images that have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
-
     A range of 1e-3 standard deviations counts as one color, where an 8-bit level is 17e-3; a grid of 32 x 32 pixels is
-    looked at.
-    """
+    looked at."""
     steps = [max(1, crop.shape[-1] // 32) for crop in crops]
     grids = [crop[:, :, ::step, ::step] for crop, step in zip(crops, steps, strict=True)]
     return torch.stack([(seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < 1e-3 for seen in grids]).all(0)
@@ -409,13 +402,11 @@ def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
     """Return how many unreadable images are allowed among the first `sampled` different ones of `images`.
-
     Images come in random order, so this is the expected number in data with exactly `fraction` of unreadable images,
     plus 4 standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is
     ceil(fraction * images) once all images were seen. Data twice as bad as allowed is detected after about 16 /
     fraction images, a folder without readable images at once; one bad file among the first stops no run unless
-    `fraction` is 0.
-    """
+    `fraction` is 0."""
     sampled = min(sampled, images)
     expected = fraction * sampled
     return math.ceil(expected + 4.0 * math.sqrt(expected * (1 - sampled / images)))

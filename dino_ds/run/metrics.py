@@ -3,8 +3,7 @@
 rank may call everything.
 
 DeepSpeed does not get the sections of these loggers: its engine would synchronize the device in every step to write its
-loss.
-"""
+loss."""
 
 from __future__ import annotations
 
@@ -88,10 +87,8 @@ class Logger(NamedTuple):
 
 class RunLog:
     """Writes the growing files of a run folder, and the console, with details if `verbose`.
-
     On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` get the numbers
-    too; one that fails is dropped. `tell` is called with every line of metrics.jsonl.
-    """
+    too; one that fails is dropped. `tell` is called with every line of metrics.jsonl."""
 
     def __init__(
         self,
@@ -307,12 +304,10 @@ class _Alarm:
 
 class CollapseAlarm(_Alarm):
     """Checks the entropy and the KL of targets over prototypes in each line of metrics.
-
-    Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
-    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
-    targets are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as
-    these. rows: what has one target each, an image or a patch.
-    """
+    Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which: ->
+    0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform targets
+    are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as these.
+    rows: what has one target each, an image or a patch."""
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """A run as its loop sees it: the parts that `dino_ds.train` has built, the state of training, and the saving of both.
 
-The loop knows evaluations and pictures only as `PeriodicTask`.
-"""
+The loop knows evaluations and pictures only as `PeriodicTask`."""
 
 from __future__ import annotations
 
@@ -96,11 +95,9 @@ class RunState:
 @dataclass(frozen=True)
 class LoopOptions:
     """Plain values that the loop needs from a recipe and its images, so that it depends on neither.
-
     epoch_steps: optimizer steps of one pass over the `images`. save_every: in steps, or None to let `SaveClock` decide.
     teacher_groups: names of the crop groups whose outputs are the targets. part_ends: by source, images up to its last.
-    most_drift: the distance to the start's features above which the run ends, or None.
-    """
+    most_drift: the distance to the start's features above which the run ends, or None."""
 
     images: int
     global_batch: int
@@ -134,10 +131,8 @@ SAVE_SECONDS = 600.0  # time between later saves, which a run that dies loses at
 @dataclass
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
-
     Lines that methods return are for the log. `saving` commits saves. description: fields of Manifest that are the same
-    in all checkpoints of this start. files: the run's `TeacherFiles`.
-    """
+    in all checkpoints of this start. files: the run's `TeacherFiles`."""
 
     checkpoints: Checkpoints
     step: TrainingStep
@@ -241,10 +236,8 @@ class Saver:
 
 class SaveClock:
     """Decides after which optimizer steps a checkpoint is written, the same on all ranks.
-
     every: steps, 0 for never, or None for a save FIRST_SAVE_AFTER steps after step `start`, with which this process
-    began, and then one every SAVE_SECONDS: the slowest rank's first steps say how many steps these are.
-    """
+    began, and then one every SAVE_SECONDS: the slowest rank's first steps say how many steps these are."""
 
     def __init__(self, every: int | None, start: int) -> None:
         self._every, self._start, self._began = every, start, 0.0

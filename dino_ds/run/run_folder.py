@@ -1,7 +1,6 @@
 """The run folder: whether a start may begin or continue there, with the same images and settings as its checkpoint and
 on all ranks alike; and its files, with the newest teacher (teacher.*), the best one by a metric (best_teacher.*), and
-versions, machine and the command line of each start (environment.json).
-"""
+versions, machine and the command line of each start (environment.json)."""
 
 from __future__ import annotations
 
@@ -92,9 +91,7 @@ def describe_images(source: Source, root: str | None) -> ImageSet:
 
 def check_same_start(run_dir: Path, recipe: Recipe, ds: Mapping[str, Any]) -> None:
     """Raises ConfigError, on all ranks, where a rank starts something else than rank 0; names the first difference.
-
-    Paths may differ, as those of a disk may by machine; images are compared by content later.
-    """
+    Paths may differ, as those of a disk may by machine; images are compared by content later."""
     mine: dict[str, Any] = {**versions(), "the code of dino_ds": hash_code(), "the run folder's name": run_dir.name}
     mine |= {key: value for key, value in schema.flat_values(recipe).items() if key not in stages.path_keys()}
     mine |= {f"ds.{key}": value for key, value in schema.flatten(dict(ds)).items()}
@@ -137,10 +134,8 @@ class TeacherFiles:
         self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     ) -> list[str]:
         """Make the best teacher's file agree with a run that continues at step `start`; returns lines for the log.
-
         If it is not of the step of `best`, as after a crash, `exported` takes the teacher from that step's checkpoint.
-        Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
-        """
+        Without this checkpoint, a file of a step after `start` is removed. Raises OSError."""
         there, step = best_step(self.path), best["step"]
         folder = self.path / "checkpoints" / step_name(step or 0)
         if there == step:
@@ -178,10 +173,8 @@ def earlier_recipe(path: Path, resume: fields.Resume) -> Recipe | None:
 
 class RunFolder:
     """The run folder as a start finds it: it holds a run already, or one begins there with `recipe` and `config`.
-
     Raises ConfigError if `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown
-    key in `allow_change`.
-    """
+    key in `allow_change`."""
 
     images: ImageSet  # those of this start
 
@@ -295,10 +288,8 @@ class RunFolder:
 
     def last_step(self, epoch_steps: int, max_steps: int | None, done: int) -> int:
         """The step at which training ends, after at most `max_steps` steps from the first one of the run or stage.
-
         Raises ConfigError for a stage that would end before its first step, and for a run that is beyond its last, by
-        `done` steps.
-        """
+        `done` steps."""
         last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
         if self.origin and last <= self.first_step:
             raise ConfigError(
@@ -336,9 +327,7 @@ def check_place(path: Path) -> None:
 
 def write_description(folder: RunFolder) -> None:
     """Write config.yaml, ds_config.json and environment.json, on rank 0; all ranks wait for them.
-
-    Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
-    """
+    Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to."""
     path, origin = folder.path, folder.origin
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
