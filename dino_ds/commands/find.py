@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,20 +92,18 @@ class Embedded:
         reading = Reading(_thumbnail, None, self.about["value_range"], channels=len(self.normalization.mean))
         with tempfile.TemporaryFile(dir=folder) as file:
             pixels = np.memmap(file, np.float16, "w+", shape=(len(rows), SIDE * SIDE))
-        batches = load_batches(
-            LabeledImages(self.source, rows, reading), self.source, None, "look", batch_size=reading.batch
-        )
+        labeled = LabeledImages(self.source, rows, reading)
+        batches = load_batches(labeled, self.source, None, "look", batch_size=reading.batch)
         for images, places, _ in batches:
             pixels[places[:, 0].numpy()] = images.flatten(1).numpy()
         return pixels
 
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""
-        try:
+        with suppress(UnreadableImage):
             image = decode.open_image(self.source, index, None, channels=len(self.normalization.mean))
-        except UnreadableImage:
-            return 0
-        return max(image.height, image.width)
+            return max(image.height, image.width)
+        return 0
 
     def listed(self, rows: Iterable[int]) -> tuple[str, bytes]:
         """The ending and the content of a list of these images: a .txt that `data.root` reads, or, where images are no
@@ -167,14 +166,11 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     if DIGEST not in about:
         notes.append(f"{beside} has no {DIGEST}: whether the rows are in the order of the images is not known")
     elif about[DIGEST] != digest_of_rows(blocks):
-        raise DataError(
-            f"{path} has other rows than {beside.name} describes, or in another order: bring back both files of one "
-            "dino-ds embed, or embed again"
-        )
+        problem = f"{path} has other rows than {beside.name} describes, or in another order"
+        raise DataError(f"{problem}: bring back both files of one dino-ds embed, or embed again")
     source = find_images(images[0], images[1], options.root or images[2])
     notes += getattr(source, "notes", ())
-    changes = image_set.changed_images(about, image_set.facts_of_images(source))
-    if changes:
+    if changes := image_set.changed_images(about, image_set.facts_of_images(source)):
         raise DataError(f"the images have changed since {path} was made ({changes}): embed again")
     embedded = Embedded(rows, source, about, options.memory_gib, notes)
     if not len(embedded.vectors):
@@ -248,9 +244,8 @@ def _row_of(embedded: Embedded, image: str) -> int | str:
     is_number = image.isdecimal() and int(image) < len(source)
     row = int(image) if is_number else next((i for i in range(len(source)) if source.name(i) == image), None)
     if row is None:
-        raise ConfigError(
-            f"{image} is no file, nor the name or the number (0 to {len(source) - 1}) of a row of features"
-        )
+        known = f"the name or the number (0 to {len(source) - 1}) of a row of features"
+        raise ConfigError(f"{image} is no file, nor {known}")
     if row not in embedded.vectors.chosen:
         raise ConfigError(f"{source.name(row)} could not be read when it was embedded: ask for another image")
     return row

@@ -53,9 +53,8 @@ def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Resu
         range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
     data, channels = recipe.data, recipe.model.in_chans
     facts = look_at(source, options.sample, recipe)
-    measured = normalization.measure_channels(
-        (fact.values for fact in facts if not fact.problem), channels, data.known_range
-    )
+    values = (fact.values for fact in facts if not fact.problem)
+    measured = normalization.measure_channels(values, channels, data.known_range)
     statistics = {
         "source": data.source,
         "root": data.place if data.mixture else data.root,
@@ -67,20 +66,20 @@ def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Resu
     rows = list(islice(_sheet_rows(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels")
-    sheet = draw_sheet(
-        rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
-    )
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
+    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
+    how = f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}"
+    seen = "; ".join([how, *normalization.shown_channels(channels)])
+    sheet = draw_sheet(rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {seen}")
     with files.replacing(png) as path:
         sheet.savefig(path, format="png")
     return definition.Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
 
 def _check(out: str | None) -> Path:
-    if out is None:
-        path = Path(files.free_stem(None, Path("look-data"), [".png"]) + ".png")
-    else:
-        path = Path(os.path.expanduser(out))
-        files.check_absent(path)
+    default = files.free_stem(None, Path("look-data"), [".png"]) + ".png"
+    path = Path(default if out is None else os.path.expanduser(out))
+    files.check_absent(path)
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -88,25 +87,13 @@ def _check(out: str | None) -> Path:
     return path
 
 
-def _crops(recipe: Recipe) -> str:
-    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
-    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    parts = [
-        f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}",
-        *normalization.shown_channels(recipe.model.in_chans),
-    ]
-    return "; ".join(parts)
-
-
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
     """Decode `count` images, drawn at random (0: all), and return their facts in the source's order."""
     count = min(count or len(source), len(source))
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
     dataset = FactsOf(source, recipe.data.max_pixels, recipe.model.in_chans, recipe.data.known_range)
-    loader: DataLoader[ImageFacts] = DataLoader(
-        dataset, batch_size=16, sampler=chosen, collate_fn=list, **worker_options(recipe.data.workers)
-    )
-    facts: list[ImageFacts] = []
+    options, facts = worker_options(recipe.data.workers), list[ImageFacts]()
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=16, sampler=chosen, collate_fn=list, **options)
     with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
         for batch in batches:
             facts += batch
@@ -154,6 +141,7 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
+    files_of_bad = [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad]
     classes = None  # of the whole dataset: labels are known without reading an image
     if source.labels is not None and source.classes is not None:
         labels = np.asarray(source.labels)
@@ -173,10 +161,7 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     return {
         "images": len(source),
         "looked_at": len(facts),
-        "unreadable": {
-            "count": len(bad),
-            "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
-        },
+        "unreadable": {"count": len(bad), "files": files_of_bad},
         "width": _spread(np.array([fact.width for fact in good])),
         "height": _spread(np.array([fact.height for fact in good])),
         "values": by_type,
@@ -237,8 +222,7 @@ def _range_text(values: dict[str, float]) -> str:
 def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
     """Yield the readable images in the order of a run's first epoch, with their crops in that epoch."""
     data, channels = recipe.data, recipe.model.in_chans
-    multicrop = MultiCrop.of(recipe)
-    options = LoaderOptions.of(recipe, global_batch=1)
+    multicrop, options = MultiCrop.of(recipe), LoaderOptions.of(recipe, global_batch=1)
     dataset = MultiCropDataset(source, multicrop, options)
     order = ResumableSampler(len(source), options, feed.Position(), mixture.draws_in(source))
     for keys in islice(order, len(source)):

@@ -49,7 +49,14 @@ def run(options: ShardOptions) -> Result:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plan = {"shard_size": options.shard_size, "shrink": options.shrink, **facts_of_images(images)}
-        _begin_or_continue(folder / "shards.json", json.dumps(plan, indent=1))
+        path, content = folder / "shards.json", json.dumps(plan, indent=1)
+        if not path.is_file() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty: give --out a new folder")
+        if not path.is_file():
+            replace_file(path, content)
+        elif path.read_text() != content:
+            others = f"{folder} holds other shards, of other images, --shard_size or --shrink than now"
+            raise ConfigError(f"{others}: give another --out, or remove it")
         shards = _Shards(folder, images, options.shrink, options.shard_size)
         _write_missing(shards, options.workers)
         bad = [*dict.fromkeys(_lines(folder / _BAD))]
@@ -71,17 +78,6 @@ def run(options: ShardOptions) -> Result:
     lines += [f"note: {note}" for note in getattr(images, "notes", ())]
     lines.append(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {_CHECKSUMS}")
     return Result(facts, "\n".join(lines))
-
-
-def _begin_or_continue(path: Path, plan: str) -> None:
-    """Write a description of the shards into a new folder, or compare it with theirs. Raises ConfigError for others."""
-    if not path.is_file() and any(path.parent.iterdir()):
-        raise ConfigError(f"{path.parent} is not empty: give --out a new folder")
-    if not path.is_file():
-        replace_file(path, plan)
-    elif path.read_text() != plan:
-        others = f"{path.parent} holds other shards, of other images, --shard_size or --shrink than now"
-        raise ConfigError(f"{others}: give another --out, or remove it")
 
 
 class _Shards(Dataset[tuple[str, list[str], str]]):

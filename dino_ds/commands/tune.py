@@ -193,10 +193,5 @@ def _bars(search: Search) -> Iterator[tuple[str, list[tuple[str, str, list[tuple
     ):
         most = max((value for parts in values.values() for value in parts.values()), default=1.0)
         shown = dict.fromkeys(part for parts in values.values() for part in parts if parts[part] >= 0.01 * most)
-        rows = [
-            (f"{part}, {name}", show(parts[part]), [(_COLORS[name], parts[part])])
-            for part in shown
-            for name, parts in values.items()
-            if part in parts
-        ]
-        yield title, rows, most
+        bars = [(part, name, parts[part]) for part in shown for name, parts in values.items() if part in parts]
+        yield title, [(f"{part}, {name}", show(size), [(_COLORS[name], size)]) for part, name, size in bars], most

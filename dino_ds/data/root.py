@@ -7,7 +7,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,10 @@ def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
     folders, is read as these archives. cache_gib: disk space for remote images. Raises DataError."""
     check_root(root)
     path, part = split_part(os.path.expanduser(root))
-    if is_url(path):
+    if is_url(path) and not path.lower().endswith(".txt"):
         return _open_remote(path, root, part, cache_gib)
+    if is_url(path):
+        return ListFile(path)
     if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
         return _open_all(expand(path), root, part)
     if os.path.isfile(path):
@@ -198,28 +200,23 @@ def expand(pattern: str) -> list[str]:
 def _braces(pattern: str) -> Iterator[str]:
     """Expand braces as a shell does; braces without a comma or dots are kept."""
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
-        if (options := _options(match[1])) is not None:
-            before, after = pattern[: match.start()], pattern[match.end() :]
-            for option in options:
-                yield from _braces(f"{before}{option}{after}")
-            return
+        options: Iterable[str] = match[1].split(",")
+        if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
+            first, last = int(numbers[1]), int(numbers[2])
+            padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
+            width = max(map(len, numbers.groups())) if padded else 0
+            step = 1 if last >= first else -1
+            options = map(f"{{:0{width}d}}".format, range(first, last + step, step))
+        elif "," not in match[1]:
+            continue
+        for option in options:
+            yield from _braces(f"{pattern[: match.start()]}{option}{pattern[match.end() :]}")
+        return
     yield pattern
 
 
-def _options(inner: str) -> Iterator[str] | None:
-    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inner):
-        first, last = int(numbers[1]), int(numbers[2])
-        padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
-        width = max(map(len, numbers.groups())) if padded else 0
-        step = 1 if last >= first else -1
-        return (f"{n:0{width}d}" for n in range(first, last + step, step))
-    return iter(inner.split(",")) if "," in inner else None
-
-
 def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
-    """Open the address of a list, of archives, or of a folder that directly holds archives."""
-    if path.lower().endswith(".txt"):
-        return ListFile(path)
+    """Open the address of archives, or of a folder that directly holds archives."""
     paths = list[str]()
     if not path.lower().endswith(ARCHIVES):
         paths = [file for file in list_folder(path.rstrip("/")) if file.lower().endswith(ARCHIVES)]

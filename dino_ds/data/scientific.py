@@ -151,7 +151,16 @@ def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
         color = getattr(page.photometric, "name", page.photometric)
         raise ValueError(f"colors as {color} of {page.bitspersample} bits are not converted: write RGB or gray")
     check_type(page.dtype)
-    _check_parts(bands, len(data))
+    for band in bands:  # its strips or tiles must be safe to decode, and all of them there
+        _check_tile(math.prod(band.chunks), math.prod(band.shape))
+        if band.compression not in (1, *_CODECS):
+            raise ValueError(f"compression {band.compression} of bands is not read: write LZW, deflate or zstd")
+        if band.compression != 1 and find_spec("imagecodecs") is None:
+            raise ValueError(f"bands compressed by {_CODECS[band.compression]} need imagecodecs: {EXTRA}")
+        parts = list(zip(band.dataoffsets, band.databytecounts, strict=True))
+        # tifffile fills missing parts with zeros.
+        if len(parts) < math.prod(band.chunked) or any(begin + size > len(data) for begin, size in parts):
+            raise ValueError("cut off")
 
     def read() -> np.ndarray:
         stored, bits = [page.asarray(maxworkers=1) for page in bands], int(page.bitspersample)
@@ -233,20 +242,6 @@ def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
             "model.in_chans to the number of pages of one shape"
         )
     return bands
-
-
-def _check_parts(pages: list[Any], there: int) -> None:
-    """Raises ValueError for strips or tiles that can't be decoded safely, are missing, or lie outside the file."""
-    for page in pages:
-        _check_tile(math.prod(page.chunks), math.prod(page.shape))
-        if page.compression not in (1, *_CODECS):
-            raise ValueError(f"compression {page.compression} of bands is not read: write LZW, deflate or zstd")
-        if page.compression != 1 and find_spec("imagecodecs") is None:
-            raise ValueError(f"bands compressed by {_CODECS[page.compression]} need imagecodecs: {EXTRA}")
-        parts = list(zip(page.dataoffsets, page.databytecounts, strict=True))
-        # tifffile fills missing parts with zeros.
-        if len(parts) < math.prod(page.chunked) or any(begin + size > there for begin, size in parts):
-            raise ValueError("cut off")
 
 
 def _check_tile(tile: int, values: int) -> None:

@@ -249,7 +249,9 @@ class TorchvisionImages:
             keep = [i for i in range(len(self._rows)) if (i % 10 == 0) == (split == "test")]
             self._rows, labels = [self._rows[i] for i in keep], [labels[i] for i in keep]
         self.labels: list[int] | None = labels
-        self.classes: list[str] | None = _class_names(self._parts[0], labels)
+        names = getattr(self._parts[0], "classes", None)
+        names = map(str, range(max(labels) + 1)) if names is None else names
+        self.classes: list[str] | None = [name if isinstance(name, str) else name[0] for name in names]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -311,18 +313,11 @@ def _labels_of(images: Any) -> list[int]:
     return [int(label) for _, label in samples] if samples is not None else [-1] * len(images)
 
 
-def _class_names(images: Any, labels: list[int]) -> list[str]:
-    names = getattr(images, "classes", None)
-    names = map(str, range(max(labels) + 1)) if names is None else names
-    return [name if isinstance(name, str) else name[0] for name in names]
-
-
 class PhotoPatches:
     """Patches of 40 x 40 pixels, in memory (uint8), sorted by photograph; positions and sizes never change."""
 
     def __init__(self, split: str) -> None:
-        photos, count = list(_load_photos()), _PER_PHOTO[split]
-        patches: list[np.ndarray] = []
+        photos, count, patches = list(_load_photos()), _PER_PHOTO[split], list[np.ndarray]()
         for name, photo in photos:
             rng = random.Random(f"{name}/{split}")
             patches += [_cut(photo, _PART[split], number, count, rng) for number in range(count)]

@@ -79,8 +79,7 @@ class EvalContext:
         self.backbone, self.settings, self.device = backbone, settings, device
         self._named, self.give_up, self.progress = sources, give_up, progress
         self.notes: list[str] = []
-        self.memory: ImageMemory | None = None
-        """Memory of transformed images, so that several contexts of a run read them only once."""
+        self.memory: ImageMemory | None = None  # of transformed images, which contexts of a run then read only once
 
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
@@ -187,9 +186,8 @@ class EvalContext:
             raise DataError("there are no test images: name labeled ones with --test_root DIR")
         for which, images in (("training", train), ("test", test)):
             if not _is_labeled(images):
-                raise DataError(
-                    f"the {which} images have no classes: sort them into two or more class folders, or give labels"
-                )
+                remedy = "sort them into two or more class folders, or give labels"
+                raise DataError(f"the {which} images have no classes: {remedy}")
         if missing := join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
             raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
         return train, test

@@ -59,8 +59,7 @@ def extract_features(
             if len(crops):
                 features.append(describe(crops.to(device)))
                 labels.append(targets.to(device))
-            gave_up = reading.give_up()
-            if gave_up:
+            if gave_up := reading.give_up():
                 break
     # The ranks agree before the first collective of features: if one left alone, the others would wait for it.
     answers = distributed.gather_objects((sum(map(len, features)), bad, gave_up))

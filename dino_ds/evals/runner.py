@@ -65,8 +65,7 @@ class EvalRunner(PeriodicTask):
         self.best: Best | None = None
         self.held_out: HeldOutLoss | None = None
         self._improved = False
-        self._anew = False
-        """Whether a checkpoint's values are not comparable: they are measured again before training continues."""
+        self._anew = False  # a checkpoint's values are not comparable: they are measured again before training goes on
         for name in names:
             try:
                 context = preflight_eval(name, settings, lambda: sources)

@@ -53,8 +53,7 @@ def note_on_shared(
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
         looked_at: Sequence[int] = range(len(test))
-        shared = _same_files(train, test)
-        if not shared:
+        if not (shared := _same_files(train, test)):
             looked_at = evenly_spaced_indices(len(test), 64)
             shared = _same_contents(train, test, looked_at)
         if shared:
@@ -90,11 +89,8 @@ def _same_contents(train: Source, test: Source, looked_at: Sequence[int]) -> lis
         for name in (whole_name, whole_name[-1:]):
             if name in wanted and len(alike[name]) < 2:
                 alike[name].append(index)
-    return [
-        index
-        for index, name in names.items()
-        if any(_is_same(train, other, test, index) for other in {*alike[name], *alike[name[-1:]]})
-    ]
+    others = {index: {*alike[name], *alike[name[-1:]]} for index, name in names.items()}
+    return [index for index in names if any(_is_same(train, other, test, index) for other in others[index])]
 
 
 def _name(source: Source, index: int) -> tuple[str, ...]:
@@ -199,13 +195,6 @@ def describe_result(
     """Entry of one evaluation in evaluations.json (evals/tracking.py). about: "step" and "images" of the model; data:
     the name of its images; a benchmark's entry has the benchmark's name."""
     train, test = (None, None) if name in BENCHMARKS else context.image_counts
-    return {
-        "step": about.get("step"),
-        "images": about.get("images"),
-        "date": datetime.date.today().isoformat(),
-        "data": name if name in BENCHMARKS else data,
-        "train_images": train,
-        "test_images": test,
-        "seconds": round(seconds, 1),
-        "results": results,
-    }
+    entry = {"step": about.get("step"), "images": about.get("images"), "date": datetime.date.today().isoformat()}
+    entry |= {"data": name if name in BENCHMARKS else data, "train_images": train, "test_images": test}
+    return entry | {"seconds": round(seconds, 1), "results": results}

@@ -194,10 +194,9 @@ class Knn:
 
     def notes(self) -> list[str]:
         """A note on how much chance changes the accuracy: by 5 points or more with fewer than 400 test images."""
-        if not 0 < self.images < 400:
-            return []
-        margin = margin_of_chance(self.images)
-        return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
+        margin = margin_of_chance(self.images) if 0 < self.images < 400 else 0.0
+        note = f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"
+        return [note] if margin else []
 
     def line(self) -> str:
         """The newest value next to its baselines: raw pixels, chance, and the network before training."""

@@ -289,7 +289,7 @@ def _title_of(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
             title = titles.get(name, f"Loss of {name}")
             return f"{title}: {words}" if name else words[0].upper() + words[1:], "nats"
     name, words = key.removesuffix(_LOSS), key.replace("_", " ")
-    if key.endswith(_LOSS):
+    if name != key:
         return titles.get(name, f"Loss of {name}") if name else "Loss", ""
     return words[0].upper() + words[1:], ""
 
@@ -334,9 +334,7 @@ def _plot(axes: Any, chart: Chart) -> None:
     values = np.concatenate([values, [*chart.levels.values()], [0.0] if chart.zero else []])
     low, high = (np.log10(end) if is_log else end for end in (values.min(), values.max()))
     pad = 0.06 * (high - low)
-    if pad < 1e-9 * abs(high):  # all values are equal
-        pad = 0.1 * abs(high)
-    pad = pad or 1.0
+    pad = (pad if pad >= 1e-9 * abs(high) else 0.1 * abs(high)) or 1.0  # the second where all values are equal
     low -= 0.0 if chart.zero and low == 0 else pad
     high += 0.0 if chart.zero and high == 0 > low + pad else pad
     axes.set_yscale("log" if is_log else "linear")
@@ -385,17 +383,12 @@ class Tag(NamedTuple):
     tag: str = "span"
 
 
-def _has_long_word(cell: str | Tag) -> bool:
-    """Whether a cell has a word, such as a path, inside which a line may break."""
-    words = (cell.text if isinstance(cell, Tag) else cell).split()
-    return max(map(len, words), default=0) > 28
-
-
 _environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
 )
 _environment.filters |= {"number": number}
-_environment.tests["long"] = _has_long_word
+# Whether a cell, a text or a Tag, has a word, such as a path, inside which a line may break.
+_environment.tests["long"] = lambda cell: any(len(word) > 28 for word in getattr(cell, "text", cell).split())
 
 
 def render(template: str, **values: Any) -> str:

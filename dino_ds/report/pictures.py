@@ -73,10 +73,9 @@ def run(options: PicturesOptions) -> Result:
 
 def _shown_kinds(model: Backbone) -> list[str]:
     """The kinds of pictures that say something about a network: attention to few patches shows but a few blocks."""
-    patches = (model.image_size // model.stride) ** 2
-    has_attention = model.is_vit and model.stride <= 16 and patches >= 100
-    none = {"pca": not model.has_patches, "attention": not has_attention}
-    return [kind for kind in KINDS if not none.get(kind)]
+    has_attention = model.is_vit and model.stride <= 16 and (model.image_size // model.stride) ** 2 >= 100
+    shows = {"pca": model.has_patches, "attention": has_attention}
+    return [kind for kind in KINDS if shows.get(kind, True)]
 
 
 def draw_pictures(

@@ -142,13 +142,11 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
         chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
         return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."
     if knn["teacher"] < knn["best"] - max(noise, _FALL * (knn["best"] - bar)):
-        step, best = f"{knn['best_step']:,}", percent(knn["best"])
-        remedy = (
-            f"take that teacher: dino-ds embed {path}/best_teacher.safetensors --out features.npy"
-            if run.best
-            else "next time keep the best: --eval.keep_best knn"
-        )
-        return "odd", f"Falls since step {step}: k-NN was {best}, and is {newest}; {remedy}, and end earlier."
+        remedy = "next time keep the best: --eval.keep_best knn"
+        if run.best:
+            remedy = f"take that teacher: dino-ds embed {path}/best_teacher.safetensors --out features.npy"
+        falls = f"Falls since step {knn['best_step']:,}: k-NN was {percent(knn['best'])}, and is {newest}"
+        return "odd", f"{falls}; {remedy}, and end earlier."
     return "good", f"Learned: k-NN is {newest}, beside {percent(bar)} {name}."
 
 
@@ -190,10 +188,8 @@ def _count(curve: html.Curve) -> int | None:
 def draw_run(run: RunFiles) -> str:
     facts = summarize(run)
     level, verdict = judge_run(run, facts["knn"])
-    step, planned = facts["step"], facts["planned_steps"]
+    step, planned, state, events = facts["step"], facts["planned_steps"], facts["state"], run.events
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
-    state = facts["state"]
-    events = run.events
     newest = {kind: (line, time) for kind, time, line in events.incidents if LEVELS[kind] == "bad"}
     times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in events.counts.items()}
     return html.render(
@@ -317,9 +313,9 @@ def _picture(path: Path, caption: str) -> dict[str, Any]:
     stream, kind = io.BytesIO(), "webp" if features.check("webp") else "png"
     small.save(stream, kind.upper(), quality=84, method=5)
     address = f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
-    wide, high = small.size
-    spans = wide > 2.2 * high  # both columns
-    return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": spans}
+    wide, high = small.size  # those that are `wide` span both columns
+    about = {"caption": caption, "address": address, "width": wide, "height": high, "wide": wide > 2.2 * high}
+    return {"error": "", **about}
 
 
 def _evaluations(evaluations: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -339,9 +335,7 @@ def _evaluations(evaluations: Mapping[str, dict[str, Any]]) -> list[tuple[str, .
 
 def changed_settings(run: RunFiles) -> list[tuple[html.Tag, str, str, str]]:
     """Key, value, default and description of every setting that differs from the default."""
-    if run.recipe is None:
-        return []
-    values, defaults = flat_values(run.recipe), flat_values(Recipe())
+    values, defaults = flat_values(run.recipe or Recipe()), flat_values(Recipe())
     return [
         (html.Tag(each.name, tag="code"), _plain(values[each.name]), _plain(defaults[each.name]), each.description)
         for each in recipe_options()
@@ -370,8 +364,8 @@ def reproduction(run: RunFiles) -> str:
         files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
     last = run.events.fact("length", "last_step", int)
     files += ["--max_steps", str(last)] if last and run.planned_steps and last < run.planned_steps else []
-    program = ["dino-ds", "train"]
-    if isinstance(ranks := run.environment.get("ranks"), int) and ranks > 1:
+    ranks, program = run.environment.get("ranks"), ["dino-ds", "train"]
+    if isinstance(ranks, int) and ranks > 1:
         program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"]
     code = ", ".join(code_of(run.recipe)) if run.recipe else ""
     warning = f"  # imports {code}, which config.yaml names: look at it first" if code else ""

@@ -65,10 +65,8 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     for name, (part, so) in never.items():
         if part.value and (end := part.in_steps(batch, epoch_steps)) >= last:
             raise ConfigError(f"{name} {part} is step {end}, and {length} is {last} steps: {so}; shorten it {trial}")
-    late, how = (
-        {"optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak")},
-        recipe.objective,
-    )
+    how = recipe.objective
+    late = {"optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak")}
     if heads_of(recipe):
         late["objective.freeze_prototypes"] = (how.freeze_prototypes, "the prototypes stay as they were drawn")
     if how.warmup_teacher_temp != how.teacher_temp:
@@ -77,9 +75,8 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     for term in terms_of(recipe):
         if term.weight.length is not None:
             late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
-    ends = (
-        f"{length} is {last}" if last_step >= last else f"--max_steps ends at {last_step} (--length shortens these too)"
-    )
+    cut = f"--max_steps ends at {last_step} (--length shortens these too)"
+    ends = cut if last_step < last else f"{length} is {last}"
     return [
         f"{name} {part} is {steps} steps, and {ends}: {so}"
         for name, (part, so) in late.items()
@@ -187,14 +184,12 @@ def _of_stage(folder: RunFolder, run: Path, step: int | None, request: Request) 
 def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None:
     """Raises CheckpointError, naming the differences, where a stage can't begin with a run of the recipe `source`."""
     backbones = [recipe.model.spec() for recipe in (source, ours)]
+    other = f"{run} is of another backbone:"
     if len({type(spec) for spec in backbones}) == 2:
-        raise CheckpointError(
-            f"{run} is of another backbone: {source.model.backbone} there, {ours.model.backbone} here"
-        )
+        raise CheckpointError(f"{other} {source.model.backbone} there, {ours.model.backbone} here")
     if differ := _differences(*(vars(spec) for spec in backbones)):
-        other = backbones[0].in_chans != backbones[1].in_chans
-        advice = "; model.init_from in the place of --from adapts weights to other channels" if other else ""
-        raise CheckpointError(f"{run} is of another backbone: {differ}{advice}")
+        advice = "; model.init_from in the place of --from adapts weights to other channels"
+        raise CheckpointError(f"{other} {differ}{advice * (backbones[0].in_chans != backbones[1].in_chans)}")
     heads = [heads_of(recipe) for recipe in (source, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:
@@ -254,14 +249,8 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         shown.append(Event(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}", step=done))
-    shown += [
-        f"warning  {text}"
-        for text in [
-            *few_images(run.options.images, own_steps * batch, data.advise_command),
-            *alone,
-            *slow_teachers(recipe, steps),
-        ]
-    ]
+    few = few_images(run.options.images, own_steps * batch, data.advise_command)
+    shown += [f"warning  {text}" for text in (*few, *alone, *slow_teachers(recipe, steps))]
     texts = [*notes, *balanced]
     room = max(0, 9 - len(shown))  # lines on the screen before that about the run folder
     hidden = len(texts) - room
@@ -292,7 +281,11 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     size = f"{weights / 1e6:,.1f} million" if weights >= 1e6 else f"{weights:,}"
     network = f"{recipe.model.backbone} ({spec.sizes}; {size} weights)"
     loss = " + ".join(term.title.removeprefix("Loss of ") for term in terms_of(recipe))
-    yield f"trains   {network} on {_crops_in_words(recipe)}; loss: {loss}"
+    crops = []  # for each resolution, such as "2 global crops of 224 px, 8 local of 96"
+    for groups in map(recipe.groups_of, recipe.resolutions):
+        first_group, *others = [f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in groups]
+        crops.append(", ".join([first_group.format(" crops", " px"), *(text.format("", "") for text in others)]))
+    yield f"trains   {network} on {'; or '.join(crops)}; loss: {loss}"
     if chosen.trained:
         yield f"trained  {chosen.trained}"
     on_gpu = run.step.engine.device.type == "cuda"
@@ -301,9 +294,8 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     gib = "" if chosen.predicted_gib is None else f"; {chosen.predicted_gib:.1f} GiB of memory predicted{each}"
     yield f"device   {where}, {config.precision}, {ranks} process{'es' if ranks > 1 else ''}{gib}"
     total = f" of the schedules' {steps:,}" if options.last_step < steps else ""
-    first = folder.first_step
-    images = (options.last_step - first) * data.global_batch
-    since = f" from step {first:,}" if first else ""
+    images = (options.last_step - folder.first_step) * data.global_batch
+    since = f" from step {folder.first_step:,}" if folder.first_step else ""
     yield Event(
         f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}, "
         f"each {short(images / options.images)} times",
@@ -321,26 +313,13 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     yield f"recipe   {name}{changed}"
 
 
-def _crops_in_words(recipe: Recipe) -> str:
-    """Describe the crops in words, such as "2 global crops of 224 px, 8 local of 96"."""
-    several = []
-    for resolution in recipe.resolutions:
-        first, *others = [
-            f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in recipe.groups_of(resolution)
-        ]
-        several.append(", ".join([first.format(" crops", " px"), *(text.format("", "") for text in others)]))
-    return "; or ".join(several)
-
-
 def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
     """Return warnings about too few `images`, and about images shown too often; shown: images of all steps; advise: the
     command that says what else to do."""
     most = fields.MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
-    often = (
-        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {fields.MOST_PASSES:,} at "
-        f'most: --length "{most} images"'
-    )
+    often = f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises "
+    often += f'{fields.MOST_PASSES:,} at most: --length "{most} images"'
     return [few] * (images < fields.FEW_IMAGES) + [often] * (shown >= most + images)
 
 
@@ -349,17 +328,12 @@ def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
     and so give the targets of an untrained network."""
     warnings = []
     drawn = recipe.stage_start is None and recipe.model.init_from is None
-    for teacher in teachers_of(recipe):
-        if not (teacher.follows and drawn):
-            continue
+    for teacher in [teacher for teacher in teachers_of(recipe) if teacher.follows and drawn]:
         rate = sum(1 - teacher.momentum_at(steps * part // 100, steps) for part in range(100)) / 100
         if (kept := math.exp(-rate * steps)) > MOST_KEPT:
             key = "teacher.momentum" if teacher.name == EMA else f"teacher.others: {teacher.name} momentum"
-            faster = f"{max(0.0, 1 - 10 / steps):.4g}"
-            warnings.append(
-                f"after all {steps} steps the teacher would still be {kept:.0%} what it began as: lower {key} (here "
-                f"{faster} or less) or train longer"
-            )
+            began = f"after all {steps} steps the teacher would still be {kept:.0%} what it began as"
+            warnings.append(f"{began}: lower {key} (here {max(0.0, 1 - 10 / steps):.4g} or less) or train longer")
     return warnings
 
 

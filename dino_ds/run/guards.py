@@ -113,8 +113,7 @@ class FolderLock:
 
 @dataclass
 class MemoryGuard:
-    """Turns this rank's allocator errors into OutOfMemory, with advice for `run`: its settings, and the GiB
-    predicted."""
+    """Turns this rank's allocator errors into OutOfMemory, with advice for `run`: its settings, and predicted GiB."""
 
     beat: Beat
     run: tuple[Recipe, DsConfig, float | None] | None = None
@@ -151,11 +150,8 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
     if part == "loading" and not on_gpu:
         return "fewer --data.workers, or a smaller micro-batch"
     if part in ("the optimizer", "building the model", "saving", "the end"):
-        more, ds = (
-            ("shard", "zero3_bf16")
-            if recipe.optimizer.kind in COMMUNICATES_IN_STEP
-            else ("shard or offload", "zero2_bf16_offload")
-        )
+        only_shards = recipe.optimizer.kind in COMMUNICATES_IN_STEP
+        more, ds = ("shard", "zero3_bf16") if only_shards else ("shard or offload", "zero2_bf16_offload")
         return f"{more} more, such as --ds_config ds_configs/{ds}.json, or take a smaller model"
     images = config.micro_batch * config.accumulation
     size = next((size for size in range(config.micro_batch // 2, 0, -1) if images % size == 0), 0)
@@ -176,11 +172,9 @@ class StopRequests:
 
     def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
         self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
-        self._signal = ""
-        self._first_at = 0.0
+        self._signal, self._first_at = "", 0.0
         self._ask: Callable[[], None] | None = None
-        self.over = False
-        """Set once everything is saved: later signals are ignored, as a launcher's SIGTERM to rank after rank."""
+        self.over = False  # once everything is saved: later signals, as a launcher's SIGTERMs, are ignored
         self._handlers: dict[signal.Signals, Any] = {}
         self._name = f"dino_ds stop {next(_numbers)}"
 
@@ -233,19 +227,19 @@ class StopRequests:
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
             for number in data:
-                if number in self._handlers and not self.over:
-                    self._hear(self._beat.stop_reason or signal.Signals(number).name, number)
-
-    def _hear(self, name: str, number: int) -> None:
-        if not self._signal:
-            if self._ask is None:
-                self._signal = name
-                self._nothing_to_save(name)
-                _leave(STOPPED)
-            self.request(name)
-        elif self._again():
-            self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
-            _leave(128 + number)
+                if number not in self._handlers or self.over:
+                    continue
+                name = self._beat.stop_reason or signal.Signals(number).name
+                if not self._signal:
+                    if self._ask is None:
+                        self._signal = name
+                        self._nothing_to_save(name)
+                        _leave(STOPPED)
+                    self.request(name)
+                elif self._again():
+                    lost = f"ended at once by {self._signal} and {name}; what was not saved is lost"
+                    self._at_once(128 + number, lost)
+                    _leave(128 + number)
 
     def _again(self) -> bool:
         """Whether a signal that comes now is a second one, not the first one forwarded by a launcher."""

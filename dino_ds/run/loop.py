@@ -52,8 +52,14 @@ class Loop:
         """Train to the last step. Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
-        self._evaluate_start()
-        if step.applied_steps == 0:
+        done, at_start, evaluations = step.applied_steps, self._saver.saved_step == 0, run.evaluations
+        # The weights that training begins with, or those of a resumed step whose evaluation was interrupted.
+        if evaluations is not None and (done == 0 or evaluations.missed(done, at_start)):
+            if not self._run_now(evaluations, at_start):
+                self._end_early()
+            if evaluations.improved():
+                self._log.info(*self._saver.save_best())
+        if done == 0:
             self._run_if_due(run.pictures, last=False)
         with closing(open_feed()) as feed:
             self._reports.begin()
@@ -66,16 +72,6 @@ class Loop:
         self._log.info(*[f"ended    {self._reports.drift.ended}"] * bool(self._reports.drift.ended))
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
-
-    def _evaluate_start(self) -> None:
-        """Evaluate the weights that training begins with, or of a resumed step whose evaluation was interrupted."""
-        run, done, at_start = self._run, self._run.step.applied_steps, self._saver.saved_step == 0
-        if run.evaluations is None or not (done == 0 or run.evaluations.missed(done, at_start)):
-            return
-        if not self._run_now(run.evaluations, at_start):
-            self._end_early()
-        if run.evaluations.improved():
-            self._log.info(*self._saver.save_best())
 
     def _finished(self) -> bool:
         evaluations = self._run.evaluations
@@ -101,7 +97,17 @@ class Loop:
             return
         window, self._window = self._window, []
         self._beat.warm = True  # the limits of a process that has warmed up apply
-        (self._after_skip if progress is engine.Progress.SKIPPED else self._after_step)(window)
+        if progress is not engine.Progress.SKIPPED:
+            self._after_step(window)
+            return
+        self._reports.skipped(window)
+        if any(distributed.gather_objects(bool(self._stop.why))):
+            self._saver.check_folder()
+            if step.applied_steps > self._saver.saved_step:
+                self._save(wait=True)
+            else:
+                self._log.info(*self._saver.saving.finish(must=True))
+            self._end_early()
 
     def _train(self, batch: Batch, feed: Feed) -> _Trained:
         run, options = self._run, self._run.options
@@ -138,16 +144,6 @@ class Loop:
         if self._saves.due(done) or last or stop or improved:
             self._save(wait=last or stop)
         if stop:
-            self._end_early()
-
-    def _after_skip(self, window: list[_Trained]) -> None:
-        self._reports.skipped(window)
-        if any(distributed.gather_objects(bool(self._stop.why))):
-            self._saver.check_folder()
-            if self._run.step.applied_steps > self._saver.saved_step:
-                self._save(wait=True)
-            else:
-                self._log.info(*self._saver.saving.finish(must=True))
             self._end_early()
 
     def _run_if_due(self, task: PeriodicTask | None, last: bool) -> bool:
@@ -279,10 +275,8 @@ class Reports:
             about = {"step": step.applied_steps, "in_a_row": self._bad_in_a_row, "what": quantity}
             append_line(run.path / _FILE, json.dumps({**about, "ranks": ranks, "images": images}))
         more = f" and {len(images) - 4} more" if len(images) > 4 else ""
-        reason = (
-            f"the {quantity} is NaN or infinite after step {step.applied_steps}, on images of ranks "
-            f"{', '.join(map(str, ranks))}: {', '.join(images[:4])}{more}"
-        )
+        where = f"on images of ranks {', '.join(map(str, ranks))}: {', '.join(images[:4])}{more}"
+        reason = f"the {quantity} is NaN or infinite after step {step.applied_steps}, {where}"
         said = f"{reason}; nothing moved ({self._bad_in_a_row} in a row; {_MOST} stop the run)"
         self._log.info(Event(said, "not finite"))
         if self._bad_in_a_row >= _MOST:

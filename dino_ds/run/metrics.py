@@ -69,12 +69,9 @@ class Clock:
     def read(self) -> dict[str, float]:
         """`images_per_second` and `data_wait_fraction` (0 to 1) since the last reading."""
         seconds = time.perf_counter() - self._begin - self._spent["pause"]
-        values = {
-            "images_per_second": self.steps * self._batch / seconds,
-            "data_wait_fraction": self._spent["wait"] / seconds,
-        }
+        rate, waiting = self.steps * self._batch / seconds, self._spent["wait"] / seconds
         self._reset()
-        return values
+        return {"images_per_second": rate, "data_wait_fraction": waiting}
 
 
 class Logger(NamedTuple):
@@ -99,9 +96,8 @@ class RunLog:
         verbose: bool = False,
     ) -> None:
         self._loggers, self._tell, self._verbose = [*loggers], tell, verbose
-        self._files, self._board = dict[str, FileIO](), None
+        self._files, self._board, self._lost = dict[str, FileIO](), None, set[str]()
         self._bar: tqdm[Any] | None = None
-        self._lost: set[str] = set()
         self._excepthook = threading.excepthook
         if distributed.rank() != 0:
             return
@@ -135,7 +131,10 @@ class RunLog:
         """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
         if not self._files:
             return
-        rounded = {name: _rounded(value) for name, value in record.items()}
+        # Floats have nine digits, as FP32 values need; NaN and infinity are text.
+        texts = {name: f"{value:.9g}" for name, value in record.items() if isinstance(value, float)}
+        finite = {name: float(text) for name, text in texts.items() if math.isfinite(record[name])}
+        rounded = {**record, **texts, **finite}
         self._append("metrics.jsonl", json.dumps(rounded))
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
@@ -146,9 +145,8 @@ class RunLog:
                 logger.write(numbers, record["step"])
             except Exception as error:  # of any package or network: training goes on
                 self._loggers.remove(logger)
-                self.info(
-                    f"warning  {logger.name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all"
-                )
+                failed = f"{logger.name} takes no more metrics: {one_line(error)}"
+                self.info(f"warning  {failed}; metrics.jsonl has them all")
         if self._tell is not None:
             self._tell(rounded)
 
@@ -200,13 +198,6 @@ class RunLog:
                 with suppress(OSError):
                     thing.close()
         threading.excepthook = self._excepthook
-
-
-def _rounded(value: Any) -> Any:
-    """A value for metrics.jsonl: floats with nine digits, as FP32 values need; NaN and infinity as text."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if value - value == 0 else str(value)
 
 
 def _keep_lines_until(path: Path, step: int) -> None:
@@ -321,10 +312,8 @@ class CollapseAlarm(_Alarm):
                 kind = "one prototype"
             elif entropy > (1 - NEAR) * self._most and step > self._warmup_steps:
                 kind = "uniform"
-        symptom = (
-            f"the teacher gives every {self._rows} the same target ({kind}; entropy {entropy:.3f} of {self._most:.3f} "
-            f"nats, KL {kl:.4f}; DINO, figure 7); {_HINTS.get(kind)}"
-        )
+        found = f"{kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}; DINO, figure 7"
+        symptom = f"the teacher gives every {self._rows} the same target ({found}); {_HINTS.get(kind)}"
         return self._report(step, kind, symptom)
 
 

@@ -34,7 +34,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.engine import distributed
-from dino_ds.engine.schedules import Schedules
 from dino_ds.errors import CheckpointError, ConfigError, DataError, unwritable
 from dino_ds.health import beat
 from dino_ds.method.build import build_schedules
@@ -61,16 +60,6 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]
     batch = f", micro-batch {parts[0][0]} x accumulation {parts[0][1]}" if parts[0] != parts[1] else ""
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
-
-
-def _first_difference(old: Schedules, new: Schedules, step: int) -> int | None:
-    """The first step from `step` on at which the schedules differ, among their edges and steps between."""
-    last = max(old.steps, new.steps, step + 1)
-    lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
-    ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
-    edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
-    probes = sorted({*range(step, last, max(1, (last - step) // 500)), *edges})
-    return next((probe for probe in probes if old.at(probe) != new.at(probe)), None)
 
 
 def describe_images(source: Source, root: str | None) -> ImageSet:
@@ -242,8 +231,15 @@ class RunFolder:
             )
         old, new = (build_schedules(self.recipe, max(1, some.count // data.global_batch)) for some in (before, now))
         moved = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
-        if (first := _first_difference(old, new, saved.step)) is not None:
-            moved.append(f"schedules differ from step {first} on")
+        # Schedules are compared at their edges, and at steps between.
+        last, step = max(old.steps, new.steps, saved.step + 1), saved.step
+        lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
+        ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
+        edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
+        for probe in sorted({*range(step, last, max(1, (last - step) // 500)), *edges}):
+            if old.at(probe) != new.at(probe):
+                moved.append(f"schedules differ from step {probe} on")
+                break
         if moved:
             raise CheckpointError(
                 f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them: "
@@ -272,8 +268,7 @@ class RunFolder:
         for module in [path.partition(":")[0] for _, path in code_of(self.recipe)]:  # without what these import
             file = getattr(sys.modules.get(module), "__file__", None)
             if file and os.path.isfile(file):
-                digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-                by_name[f"the code of {module}"] = digest[:12]
+                by_name[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
         return {
             "stage": config.stage,
             "world_size": distributed.world_size(),
