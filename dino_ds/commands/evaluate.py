@@ -45,10 +45,8 @@ def run(options: EvalOptions) -> Result:
         preflight_eval(name, settings, lambda: (None, None))
     for name, concerned in _CONCERNS.items():
         if getattr(options, name) is not None and not set(concerned) & set(options.evals):
-            raise ConfigError(
-                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
-                f"add one to --evals, or leave --{name} out"
-            )
+            problem = f"--{name} changes nothing of {', '.join(options.evals)}"
+            raise ConfigError(f"{problem}: it is for {', '.join(concerned)}; add one to --evals, or leave --{name} out")
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, process.device())

@@ -260,10 +260,8 @@ def _features(embedded: Embedded, files: list[str], weights: str | None) -> list
     model = load(weights or about["origin"]["model"], device)
     made_by = embed.facts_of_network(model, about["what"], about["size"], about["value_range"])
     if differ := [name for name, value in json.loads(json.dumps(made_by)).items() if value != about[name]]:
-        raise ConfigError(
-            f"{model.source} is not what made these features ({', '.join(differ)} differ): give that with --model, "
-            "such as RUN/checkpoints/step_N, or embed again"
-        )
+        problem = f"{model.source} is not what made these features ({', '.join(differ)} differ)"
+        raise ConfigError(f"{problem}: give that with --model, such as RUN/checkpoints/step_N, or embed again")
     describe = embed.describing(model, about["what"])
     try:
         images = (embedded.pixels(file, about["size"])[None].to(device) for file in files)

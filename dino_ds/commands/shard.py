@@ -152,10 +152,8 @@ def _write_missing(shards: _Shards, workers: int | None) -> None:
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
-                raise DataError(
-                    "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
-                    "try fewer --workers"
-                ) from None
+                problem = "a process that writes shards was killed, perhaps for want of memory"
+                raise DataError(f"{problem}: the same command continues; try fewer --workers") from None
             if not digest:
                 raise DataError(unreadable[0])
             _append(shards.folder / _BAD, unreadable)

@@ -164,10 +164,8 @@ def _thumbnail(image: Image.Image, size: int, normalization: Normalization) -> T
 
 
 _CLIPS, _FRAMES, _LABELS = "ImageSets/2017/val.txt", "JPEGImages/480p", "Annotations/480p"
-_LAYOUT = (
-    f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
-    "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
-)
+_LAYOUT = f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
+_LAYOUT += "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 
 

@@ -68,10 +68,8 @@ def extract_features(
     rows, unreadable = [images for images, _, _ in answers], [text for _, texts, _ in answers for text in texts]
     if not all(rows):
         first = f"; the first that can't be read is {unreadable[0]}" if unreadable else ""
-        raise DataError(
-            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: fix the images, "
-            f"or take more (--images) or fewer processes{first}"
-        )
+        problem = f"of {len(indices)} images to evaluate, the ranks could read {rows}"
+        raise DataError(f"{problem}; each needs one: fix the images, or take more (--images) or fewer processes{first}")
     described, placed = torch.cat(features), torch.cat(labels)
     features.clear()  # frees memory: there would be three copies below
     placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's index in `indices`

@@ -142,10 +142,8 @@ class Best:
         began, now = self.start, self.newest
         if began is not None and now is not None and self.seen != self.start_step and self._gain(now, began) <= 0:
             best = "the start" if self.step == self.start_step else f"step {self.step}"
-            worse = (
-                f"training has ended no better than the weights that it began with ({self.metric} "
-                f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
-            )
+            worse = f"training has ended no better than the weights that it began with ({self.metric} "
+            worse += f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             solved = f"whether it has learned can't be told: {self.metric} was 100 before training"
             lines.append(f"warning  {solved if began == now == 100 else worse}")
         return lines

@@ -221,10 +221,8 @@ def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]
         raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
     spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (source, ours)]
     if "pos_embed_interpolation" in spec.obeys and sizes[0] != sizes[1]:
-        raise CheckpointError(
-            f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones; set "
-            f"crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}"
-        )
+        problem = f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones"
+        raise CheckpointError(f"{problem}; set crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}")
 
 
 def _differences(source: dict[str, object], ours: dict[str, object]) -> str:

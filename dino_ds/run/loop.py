@@ -260,10 +260,8 @@ class Reports:
         ranks = [rank for rank, (names, _) in enumerate(by_rank) if names]
         if not ranks and step.engine.config.dynamic_loss_scale:
             if step.engine.scale_is_exhausted:
-                raise NumericError(
-                    f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
-                    "lower optimizer.lr, or use a bf16 ds config"
-                )
+                problem = f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g})"
+                raise NumericError(f"{problem}: lower optimizer.lr, or use a bf16 ds config")
             line = f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
             self._log.info(Event(line, "overflow", detail=True))
             return

@@ -217,10 +217,8 @@ class RunFolder:
                 "or start a new run from these weights with --model.init_from"
             )
         if refused := {key: how for key, how in changed.items() if key not in self._allowed}:
-            raise CheckpointError(
-                f"settings changed since step {saved.step}: {', '.join(refused.values())}; accept with --allow_change "
-                f"{','.join(refused)}"
-            )
+            problem = f"settings changed since step {saved.step}: {', '.join(refused.values())}"
+            raise CheckpointError(f"{problem}; accept with --allow_change {','.join(refused)}")
         if _IMAGES in self._allowed:
             return
         before, now, data = ImageSet.from_json(saved.images), self.images, self.recipe.data
@@ -294,10 +292,8 @@ class RunFolder:
         last = min(last, self.first_step + max_steps) if max_steps else last
         if done > last:
             ends = f"--max_steps {max_steps}" if max_steps else f"length {self.recipe.length}"
-            raise ConfigError(
-                f"{ends} lies behind: {self.path} has done {done} steps, and would end at {last}; give more, or leave "
-                "it out"
-            )
+            problem = f"{ends} lies behind: {self.path} has done {done} steps, and would end at {last}"
+            raise ConfigError(f"{problem}; give more, or leave it out")
         return last
 
 
@@ -308,10 +304,8 @@ def check_place(path: Path) -> None:
     for name in (*_FILES, *_FOLDERS):
         entry = path / name
         if entry.is_symlink() and not entry.exists():
-            raise ConfigError(
-                f"{entry} is a link to {os.readlink(entry)}, which is not there: bring that back, such as its disk, or "
-                "remove the link"
-            )
+            problem = f"{entry} is a link to {os.readlink(entry)}, which is not there"
+            raise ConfigError(f"{problem}: bring that back, such as its disk, or remove the link")
         if entry.is_fifo() or (entry.exists() and entry.is_dir() != (name in _FOLDERS)):
             kind = "a folder" if entry.is_dir() else "a pipe or device" if entry.is_fifo() else "a file"
             wanted = "a folder" if name in _FOLDERS else "a file"
