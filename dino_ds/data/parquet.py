@@ -258,10 +258,9 @@ def _merge_class_names(labels: list[list[Any]], names: list[list[str]], files: l
         return names[0]
     for values, some, file in zip(labels, names, files, strict=True):
         if not all(value is None or value < len(some) for value in values):
-            raise DataError(
-                f"{printable(file)} has class numbers without names, unlike other files: write them into all files "
-                "(with datasets: ClassLabel), or give the files as parts of data.mixture"
-            )
+            problem = f"{printable(file)} has class numbers without names, unlike other files"
+            remedy = "write them into all files (with datasets: ClassLabel), or give the files as parts of data.mixture"
+            raise DataError(f"{problem}: {remedy}")
     classes, joined = join_classes(names)
     for values, numbers in zip(labels, joined, strict=True):
         values[:] = [int(numbers[-1 if value is None or value < 0 else value]) for value in values]

@@ -80,16 +80,14 @@ class Best:
             metric = "knn" if "knn" in names else "none"
         if metric == "none":
             if section.patience:
-                raise ConfigError(
-                    "eval.stop_after needs a metric, and without labeled test images there is no k-NN: name images "
-                    "(--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
-                )
+                problem = "eval.stop_after needs a metric, and without labeled test images there is no k-NN"
+                remedy = "name images (--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
+                raise ConfigError(f"{problem}: {remedy}")
             return None
         if metric != VAL_LOSS and EVALUATION_OF[metric] not in names:
-            raise ConfigError(
-                f"eval.keep_best {metric} needs labeled test images: name some (--eval.root FOLDER), or hold some out "
-                "(--eval.val_share 0.1, of class folders)"
-            )
+            problem = f"eval.keep_best {metric} needs labeled test images"
+            remedy = "name some (--eval.root FOLDER), or hold some out (--eval.val_share 0.1, of class folders)"
+            raise ConfigError(f"{problem}: {remedy}")
         return Best(metric, section.patience)
 
     def begin(self) -> None:

@@ -142,8 +142,7 @@ def place(features: Tensor) -> np.ndarray:
     from sklearn.manifold import TSNE
 
     unit = F.normalize(features.float(), dim=-1).numpy()
-    points: np.ndarray = TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=0).fit_transform(unit)
-    return points
+    return TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=0).fit_transform(unit)
 
 
 def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Sequence[str] | None, title: str) -> Figure:

@@ -388,7 +388,7 @@ _environment = jinja2.Environment(
 )
 _environment.filters |= {"number": number}
 # Whether a cell, a text or a Tag, has a word, such as a path, inside which a line may break.
-_environment.tests["long"] = lambda cell: any(len(word) > 28 for word in getattr(cell, "text", cell).split())
+_environment.tests["long"] = lambda cell: any(len(word) > 28 for word in (getattr(cell, "text", "") or cell).split())
 
 
 def render(template: str, **values: Any) -> str:

@@ -193,10 +193,9 @@ def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None
     heads = [heads_of(recipe) for recipe in (source, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:
-            raise CheckpointError(
-                f"{run} has no {name}: a stage can't begin with a head that was not trained; see "
-                "objective.ibot_weight, objective.ibot_head and objective.dino_weight"
-            )
+            problem = f"{run} has no {name}: a stage can't begin with a head that was not trained"
+            remedy = "see objective.ibot_weight, objective.ibot_head and objective.dino_weight"
+            raise CheckpointError(f"{problem}; {remedy}")
         if differ := _differences(vars(heads[0][name]), vars(head)):
             raise CheckpointError(f"{run} has another {name}: {differ}")
     if continues:

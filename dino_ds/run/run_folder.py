@@ -74,8 +74,7 @@ def describe_images(source: Source, root: str | None) -> ImageSet:
                 "data.root must hold the same files on all machines",
                 said_by_me=distributed.rank() == 0,
             )
-    images: ImageSet = distributed.gather_objects(ImageSet.of(source, root) if distributed.rank() == 0 else None)[0]
-    return images
+    return distributed.gather_objects(ImageSet.of(source, root) if distributed.rank() == 0 else None)[0]
 
 
 def check_same_start(run_dir: Path, recipe: Recipe, ds: Mapping[str, Any]) -> None:
@@ -212,10 +211,8 @@ class RunFolder:
         the number of steps of lengths in epochs, or by images that are balanced differently."""
         changed = self.changed(saved)
         if optimizer := changed.get("optimizer.kind"):
-            raise CheckpointError(
-                f"{optimizer} since step {saved.step}, whose moments are of no use to another optimizer: set it back, "
-                "or start a new run from these weights with --model.init_from"
-            )
+            said = f"{optimizer} since step {saved.step}, whose moments are of no use to another optimizer"
+            raise CheckpointError(f"{said}: set it back, or start a new run from these weights with --model.init_from")
         if refused := {key: how for key, how in changed.items() if key not in self._allowed}:
             problem = f"settings changed since step {saved.step}: {', '.join(refused.values())}"
             raise CheckpointError(f"{problem}; accept with --allow_change {','.join(refused)}")
