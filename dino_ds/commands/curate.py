@@ -155,8 +155,7 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
 
 
 def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, columns: int) -> list[tuple[int | str, str]]:
-    """The nearest and the two most distant of `members`, which are sorted, with the words under them: the cluster's
-    number, its size, and the share of its most common class where classes are known."""
+    """The nearest and the two most distant of the sorted `members`, with the cluster's number, size and main class."""
     rows, labels, classes = members.tolist(), embedded.source.labels, embedded.source.classes
     known = [] if labels is None or not classes else [labels[row] for row in rows if labels[row] >= 0]
     words = [f"cluster {number}", f"{len(rows)} images"]

@@ -1,5 +1,4 @@
-"""`dino-ds embed`: writes the features of all images to one file, one row per image, in constant memory; what was
-written before an interruption is not computed again."""
+"""`dino-ds embed`: writes the features of all images to one file, a row each; goes on after an interruption."""
 
 from __future__ import annotations
 

@@ -167,8 +167,7 @@ def _write_npy(path: Path, parts: Parts, source: Source) -> None:
 
 
 def _write_parquet(path: Path, parts: Parts, source: Source) -> None:
-    """Write columns name, label, class and features, a row group for each part; maps are flat, and the metadata of the
-    file has their shape."""
+    """Write columns name, label, class and features (flat; the metadata have the shape), a row group for each part."""
     parquet = import_parquet()
     import pyarrow
 

@@ -95,8 +95,7 @@ def _settings(options: EvalOptions) -> Settings:
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
-    """Training and test images: those that the options name, else the run's. A folder alone has no test images, except
-    those that the run holds out."""
+    """Training and test images: the options', else the run's. A folder alone has none but held-out test images."""
     source, root, test_root = options.source, options.root, options.test_root
     if recipe := recipe_of(options.model, source, root):
         data, share = recipe.data, recipe.eval.val_share
@@ -113,8 +112,7 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
 
 
 def _check_places(options: EvalOptions) -> None:
-    """Check that results can be written, before evaluations that may take hours, and that none in `out` would be
-    replaced. Raises ConfigError."""
+    """Check, before hours of work, that results can be written and replace none in `out`. Raises ConfigError."""
     paths = _places(options.model, options.out)
     for path in paths:
         try:

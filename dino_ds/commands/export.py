@@ -40,8 +40,7 @@ def run(options: ExportOptions) -> Result:
 
 
 def check(options: ExportOptions) -> Path:
-    """Check packages, and the place of the export, which is returned; without torch, so that an error comes at once.
-    Raises ConfigError."""
+    """Check packages and the place of the export, which is returned; without torch, to be fast. Raises ConfigError."""
     source = Path(os.path.expanduser(options.model))
     ending = "-timm" if options.format == "timm" else f".{options.format}"  # of timm's folder, or of a file
     if options.out is not None:

@@ -253,8 +253,7 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One image and its crops as RGB pictures, the first `num_global` drawn large; boxes: each crop's left, top, right
-    and bottom in the image."""
+    """One image and its crops as RGB pictures, `num_global` of them drawn large; boxes: left, top, right, bottom."""
 
     name: str
     original: Image.Image

@@ -145,8 +145,7 @@ def _is_current(root: str, known: Listing) -> bool:
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
-    """Folders of the tree by relative path; a folder with several links is read once, under its real path if that is
-    inside the tree. Raises DataError for a folder that can't be read."""
+    """Folders of the tree by relative path, each read once, under its real path if inside. Raises DataError."""
     tree, seen = dict[bytes, _Folder](), set[tuple[int, int]]()
     level, linked, part = [b""], list[bytes](), key_on(os.stat(root).st_dev, 0)
     bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)

@@ -194,8 +194,7 @@ class Labels(Sequence[int]):
 
 
 class FolderLabels:
-    """Classes from the first folder of each path, if every path has a folder and there are at least two of them, not
-    all called train, val or test."""
+    """Classes from the first folders of all paths, if there are at least two, not all called train, val or test."""
 
     def __init__(self) -> None:
         self._numbers, self._labels, self._everywhere = dict[bytes, int](), array("i"), True

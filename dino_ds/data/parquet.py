@@ -43,8 +43,7 @@ class ParquetImages(RowImages):
     """The rows of Parquet files, file after file.
     The image column is binary, or a struct with `bytes`. Classes come from a label column of whole numbers or texts,
     else from folders label=CLASS; Hugging Face stores the names of numbers in the schema's metadata. Raises ConfigError
-    without pyarrow, DataError for a file that can't be read, has no image column, or has row groups that are too
-    large."""
+    without pyarrow, DataError for a file that can't be read, or has no image column or too large row groups."""
 
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
         import_parquet()

@@ -1,5 +1,4 @@
-"""Files in buckets and on web servers: found, read in pieces that are asked for together and checked, and kept on a
-disk that the processes of a machine share."""
+"""Files in buckets and on web servers: found, read in pieces that are fetched together and checked, kept on a disk."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def is_there(url: str) -> bool:
 
 
 def known_states(urls: Sequence[str]) -> dict[str, list[int]]:
-    """Size and tag of those files that are there; more than 8 in a bucket's folder are found by listing it. Raises
-    DataError."""
+    """Size and tag of those files that are there; more than 8 in a bucket's folder are listed. Raises DataError."""
     folders = Counter(map(os.path.dirname, urls))
     listed = {folder for folder, count in folders.items() if count > 8 and not folder.startswith("http")}
     known = {url: state for folder in listed for url, state in list_folder(folder).items()}
@@ -107,8 +105,7 @@ def find_states(urls: Sequence[str]) -> list[list[int]]:
 def remote_with_room(
     urls: Sequence[str], states: Sequence[Sequence[int]], needed: int, gib: float
 ) -> tuple[Remote, list[str]]:
-    """The way to `needed` bytes of files, with a cache of `gib`; and lines for the log: how much of them stays, and
-    where changes can't be noticed."""
+    """The way to `needed` bytes of files, `gib` of them cached; and lines on how much stays, and unnoticed changes."""
     notes = list[str]()
     if untagged := [url for url, (_, tag) in zip(urls, states, strict=True) if not tag]:
         notes.append(
@@ -169,8 +166,7 @@ class Remote:
             self._ahead |= dict.fromkeys(group, begin(_fetch(group, self._cache, self._seconds)))
 
     def read(self, piece: FilePiece) -> bytes:
-        """The bytes of a piece, or of a part of one that was prepared. Raises DataError with its place, or
-        FileNotFoundError for a whole file."""
+        """The bytes of a piece, or part of a prepared one. Raises DataError, or FileNotFoundError for a whole file."""
         if piece in self._ahead:
             return self._ahead[piece].result()[piece]
         for whole, future in self._ahead.items():

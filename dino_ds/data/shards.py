@@ -120,8 +120,7 @@ class TarShards(ListedImages):
 
 @functools.lru_cache(maxsize=128)
 def _open_shard(path: str, size: int, time: int) -> io.FileIO:
-    """Open a shard of this size and time, which threads and forked processes may share, as each read passes its own
-    position. Raises OSError."""
+    """Open a shard, for threads and forked processes: each read passes its own position. Raises OSError."""
     return io.FileIO(path)
 
 
@@ -142,9 +141,8 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
 
 
 def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> Contents:
-    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time). A
-    damaged shard contributes the images before the damage, and a note. Remote shards that are in `index` are not read,
-    unless they have changed."""
+    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time). Of
+    a damaged shard it has the images before the damage, and a note; unchanged remote shards in `index` are not read."""
     known = _read_index(index) if index else {}
     states = dict(zip(shards, find_states(shards), strict=True)) if is_url(shards[0]) else {}
     changed = list[str]()

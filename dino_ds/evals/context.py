@@ -88,8 +88,7 @@ class EvalContext:
             return self._named()
 
     def begin(self) -> None:
-        """Called by evaluations on all ranks, once they have all their images and are about to use the model:
-        `preflight_eval` runs them up to this call."""
+        """Called on all ranks right before an evaluation uses the model: `preflight_eval` runs it up to this call."""
 
     @property
     def any_source(self) -> Source:
@@ -195,8 +194,7 @@ class EvalContext:
 
 @contextmanager
 def live_teacher(teacher: Teacher, image_size: int, normalization: Normalization) -> Iterator[Backbone]:
-    """The current teacher itself, not a copy: in FP32 whatever the precision of training, and not compiled;
-    `image_size` is the native side in pixels."""
+    """The current teacher itself, not a copy: in FP32, and not compiled; `image_size` is the native side in pixels."""
     model = Backbone(teacher.backbone, image_size, "the teacher", dataclasses.asdict(normalization))
     with teacher.evaluating():
         yield model

@@ -1,5 +1,4 @@
-"""Features of images, each rank computing its share; and the images that a command examines a model on, named by its
-options or by the model's run."""
+"""Features of images, each rank computing its share; and the images on which a command examines a model."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ class EvalRunner(PeriodicTask):
 
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
-        """The runner for a recipe's `eval` section; None if eval.every is 0 steps, or there is nothing to evaluate.
-        Every rank must call it. Raises as the constructor does."""
+        """The runner for a recipe's `eval` section, None if there is nothing to evaluate. Every rank must call it."""
         section, data = recipe.eval, recipe.data
         every = evaluated_every(recipe, epoch_steps)
         if every == 0:
@@ -177,9 +176,8 @@ class EvalRunner(PeriodicTask):
         return [*best, *self.knn.summary(cut)]
 
     def evaluate(self, moment: StepContext) -> Results | None:
-        """Evaluate the teacher; returns the results, or None on all ranks if a stop was requested on one of them.
-        Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note. Training's
-        random numbers stay unchanged."""
+        """Evaluate the teacher, without changing training's random numbers; None on all ranks if one was asked to stop.
+        Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note."""
         teacher = live_teacher(moment.teacher, self._size, self._normalization)
         with suppress(GaveUp), keep_generators(moment.device), teacher as model:
             return self._evaluate(model, moment)

@@ -163,9 +163,8 @@ def evaluate(name: str, context: EvalContext) -> dict[str, float]:
 
 
 def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
-    """Run an evaluation up to its first use of the model, so that missing data is found before hours of work.
-    Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, if its images, labels or
-    benchmark are missing."""
+    """Run an evaluation up to its first use of the model, and return its context. All ranks must call it. Raises
+    ConfigError or DataError, on all ranks, before hours of work, if its images, labels or benchmark are missing."""
     no_model: Any = SimpleNamespace(features=None, image_size=1, normalization=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):

@@ -1,5 +1,4 @@
-"""Values of evaluations over a run: the best teacher by one metric, k-NN beside its baselines, and the newest result of
-each."""
+"""Values of evaluations over a run: the best teacher by a metric, k-NN beside its baselines, and the newest results."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class Best:
 @dataclass
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
-    chance: accuracy of guessing; images: number of test images; shared: the part of them that is trained on; began_as:
-    words for the network before training."""
+    chance: of guessing; images: of the test; shared: part of them that is trained on; began_as: the network before."""
 
     chance: float = 0.0
     images: int = 0

@@ -75,10 +75,9 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 @dataclass(frozen=True)
 class Metrics:
     """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
-    titles: of the loss terms by name, {} if the run's recipe is unknown. began_with_weights: the recipe says that the
-    initial weights were not random. first_step: at which the run began, that of the run before for a stage that goes
-    on. before: curves of the runs that a stage began with, in its steps. marks: steps of resumes and of a stage's
-    begin, by what they are."""
+    titles: of the loss terms by name, {} if unknown. began_with_weights: the initial weights were not random, by the
+    recipe. first_step: at which the run, or the one that a stage goes on with, began. before: curves of the runs before
+    a stage, in its steps. marks: steps of resumes and of a stage's begin, by what they are."""
 
     curves: dict[str, Curve]
     lines: int
@@ -101,8 +100,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the curves of a metrics.jsonl; of two lines with the same step the later counts. Raises OSError, and
-    ConfigError for another kind of file."""
+    """Curves of a metrics.jsonl, the later of two equal steps. Raises OSError, ConfigError for another kind of file."""
     points: dict[str, array[float]] = {}
     lines = broken = 0
     for line in read_lines(path):
@@ -149,8 +147,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis, named by `x`. levels: horizontal lines by name; marks: vertical ones. zero: 0 is on the y
-    axis."""
+    """Curves over the axis `x`. levels: horizontal lines by name; marks: vertical ones. zero: 0 is on the y axis."""
 
     title: str
     unit: str

@@ -1,5 +1,4 @@
-"""`dino-ds report`: the figures of one run (`--json` prints them), its verdict, and its page, one HTML file by the
-template run.html."""
+"""`dino-ds report`: a run's figures (`--json` prints them), its verdict, and its page by the template run.html."""
 
 from __future__ import annotations
 

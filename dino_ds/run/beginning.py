@@ -134,9 +134,8 @@ class Beginning:
 
 def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: TrainOptions, request: Request) -> Beginning:
     """Choose the checkpoint of a start in `folder`, on every rank. For a new stage, set the folder's `origin`, and let
-    its recipe count steps from there.
-    Raises ConfigError or CheckpointError where there is no checkpoint to begin with, or its network is not the
-    stage's."""
+    its recipe count steps from there. Raises ConfigError or CheckpointError without a checkpoint, or for one of another
+    network."""
     if folder.resume:
         choice = checkpoints.choose(folder.wanted_step, folder.run_id, folder.check)
         if choice.saved is not None:
@@ -234,8 +233,7 @@ MOST_KEPT = 0.5  # largest share that the initial weights may still have in a te
 
 
 def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Request, notes: Iterable[str]) -> None:
-    """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
-    run was built."""
+    """Write the first lines of a run's log, those for the screen, then details; `notes` are from building the run."""
     recipe, config, device, data = folder.recipe, folder.config, run.step.engine.device, folder.recipe.data
     steps, batch = run.step.schedules.steps, data.global_batch
     own_steps = run.options.last_step - folder.first_step
@@ -311,8 +309,7 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
 
 
 def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
-    """Return warnings about too few `images`, and about images shown too often; shown: images of all steps; advise: the
-    command that says what else to do."""
+    """Warnings about few `images`, and about images shown too often; shown: images of all steps; advise: a command."""
     most = fields.MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
     often = f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises "
@@ -321,8 +318,7 @@ def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
-    """Return warnings about EMA teachers that after `steps` steps still consist mostly of their random initial weights,
-    and so give the targets of an untrained network."""
+    """Warnings about EMA teachers that after `steps` steps still consist mostly of their random initial weights."""
     warnings = []
     drawn = recipe.stage_start is None and recipe.model.init_from is None
     for teacher in [teacher for teacher in teachers_of(recipe) if teacher.follows and drawn]:

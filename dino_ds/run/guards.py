@@ -295,8 +295,7 @@ class Caller:
 
 class CallersStopRequests(StopRequests):
     """Stop requests in a program that goes on after the run, such as a notebook: nothing here ends the process.
-    Before `install`, and from the second signal on, the program's own handlers act: Ctrl-C is a KeyboardInterrupt. If
-    the run is not in the main thread, they always act."""
+    Before `install`, from the second signal on, and outside the main thread the program's own handlers act."""
 
     def __init__(self, beat: Beat) -> None:
         super().__init__(beat, lambda _: None, lambda *_: None)

@@ -379,8 +379,7 @@ class Reports:
 
 def constant_images(crops: list[Tensor]) -> Tensor:
     """Mark the images that have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
-    A range of 1e-3 standard deviations counts as one color, where an 8-bit level is 17e-3; a grid of 32 x 32 pixels is
-    looked at."""
+    Of a grid of 32 x 32 pixels, a range of 1e-3 standard deviations counts as one color; an 8-bit level is 17e-3."""
     steps = [max(1, crop.shape[-1] // 32) for crop in crops]
     grids = [crop[:, :, ::step, ::step] for crop, step in zip(crops, steps, strict=True)]
     return torch.stack([(seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < 1e-3 for seen in grids]).all(0)

@@ -339,8 +339,7 @@ its weight on this distance 0.14 was reached, where ridge was below the start (d
 
 @dataclass
 class DriftAlarm:
-    """Warns of features that leave those of the weights that a run started from. `ended` says why the run ends, ""
-    before: their distance is above `most`."""
+    """Warns of features that leave those of the weights that a run started from. `ended`: why the run ends, or ""."""
 
     most: float | None = None
     ended: str = ""

@@ -26,9 +26,8 @@ from dino_ds.run.metrics import RunLog
 
 @dataclass(frozen=True)
 class StepContext:
-    """The state of a run between two steps; images: number of images in all steps so far; at_start: the run or stage
-    has made no step yet. Long work calls `stop_requested` every few seconds, which also shows its progress to the
-    watchdog."""
+    """The state of a run between two steps; images: of all steps so far; at_start: the run or stage has made no step
+    yet. Long work calls `stop_requested` every few seconds, which also shows its progress to the watchdog."""
 
     teacher: Teacher
     device: torch.device

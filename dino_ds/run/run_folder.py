@@ -247,8 +247,7 @@ class RunFolder:
         return [f"images changed since step {saved.step}: {changes}"] if changes else []
 
     def notes(self, saved: Manifest) -> list[str]:
-        """Human-readable lines on what differs from the start that saved a checkpoint: how it runs, settings, versions,
-        images."""
+        """Lines on what differs from the start that saved a checkpoint: how it runs, settings, versions, images."""
         old, new = saved.model_dump(), self.settings()
         notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self.changed(saved).values()]
         other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
@@ -295,9 +294,8 @@ class RunFolder:
 
 
 def check_place(path: Path) -> None:
-    """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or one of a run's files is a
-    folder there, one of its folders a file, or either a broken link. A link to a disk that is not mounted is refused
-    because a run without its checkpoints would start anew."""
+    """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or holds a broken link or
+    another kind of file in the place of a run's. Without a disk behind its link a run would start anew."""
     for name in (*_FILES, *_FOLDERS):
         entry = path / name
         if entry.is_symlink() and not entry.exists():
