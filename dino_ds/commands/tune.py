@@ -49,7 +49,12 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     import torch
 
     page = Path(options.out)
-    _check_files(page, options)
+    if page.suffix != ".html" or not page.absolute().parent.is_dir():
+        raise ConfigError(f"--out {page} must be an .html file in a folder that exists")
+    if taken := [path for path in (page, page.with_suffix(".json")) if path.exists() and not options.resume]:
+        raise ConfigError(f"{taken[0]} exists: --resume goes on with its trials, --out NAME.html takes another name")
+    if options.write:
+        fit.check_new(Path(options.write))
     for root in filter(None, roots_of(recipe.data)):
         check_root(root)
     init_distributed()
@@ -81,16 +86,6 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     for title, header, rows, note in tables:
         lines += ["", title, markdown_table(header, rows) if header else "\n".join(map("".join, rows)), note]
     return Result(facts, "\n".join([*lines, f"page     {page}, {page.with_suffix('.json')}"]), error=error)
-
-
-def _check_files(page: Path, options: BenchTuneOptions) -> None:
-    if page.suffix != ".html" or not page.absolute().parent.is_dir():
-        raise ConfigError(f"--out {page} must be an .html file in a folder that exists")
-    taken = [path for path in (page, page.with_suffix(".json")) if path.exists() and not options.resume]
-    if taken:
-        raise ConfigError(f"{taken[0]} exists: --resume goes on with its trials, --out NAME.html takes another name")
-    if options.write:
-        fit.check_new(Path(options.write))
 
 
 def _verdict(search: Search, noise: float) -> str:

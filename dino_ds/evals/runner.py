@@ -138,8 +138,8 @@ class EvalRunner(PeriodicTask):
             metrics |= of_knn if name == "knn" else named
         metrics |= losses
         if self.best is not None:
-            if moment.at_start:
-                self.best.begin()
+            if moment.at_start:  # the values of the run that a stage began with are forgotten
+                self.best = Best(self.best.metric, self.best.patience, basis=self.best.basis)
             values = results.get(EVALUATION_OF.get(self.best.metric, ""), {}).get("results", losses)
             is_knn = self.best.metric == "knn" and "knn" in results
             value = self.knn.latest if is_knn else values.get(self.best.metric)

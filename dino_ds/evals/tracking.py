@@ -89,10 +89,6 @@ class Best:
             raise ConfigError(f"{problem}: {remedy}")
         return Best(metric, section.patience)
 
-    def begin(self) -> None:
-        """Forget the values of the run that a stage began with."""
-        vars(self).update(vars(Best(self.metric, self.patience, basis=self.basis)))
-
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
         """Record the value of an evaluation, None if it was not possible; returns whether it is the best so far.
         due: whether eval.every asks for this evaluation. at_start: whether the run has made no step yet."""

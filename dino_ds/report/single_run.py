@@ -191,6 +191,13 @@ def draw_run(run: RunFiles) -> str:
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
     newest = {kind: (line, time) for kind, time, line in events.incidents if LEVELS[kind] == "bad"}
     times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in events.counts.items()}
+    names = {"start": "start", "untrained": "start: untrained"}  # of the bars of k-NN
+    if (knn := facts["knn"] or {}).get("best") != knn.get("teacher"):
+        names["best"] = f"best, step {knn['best_step']:,}"
+    if "teacher" in knn:
+        names["teacher"] = f"newest, step {knn['step']:,}"
+    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
+    bars = [(name, knn[key], 3 if key in ("teacher", "best") else 8) for key, name in names.items() if key in knn]
     return html.render(
         "run.html",
         run=run,
@@ -199,7 +206,7 @@ def draw_run(run: RunFiles) -> str:
         images=_images(run),
         level=level,
         verdict=verdict,
-        bars_of_knn=_knn_bars(facts["knn"] or {}),
+        bars_of_knn=[(name, percent(value), [(color, value)]) for name, value, color in bars],
         alarms=[f"{line} ({time}{times[kind]})" for kind, (line, time) in newest.items()],
         cards=_cards(facts, run.environment.get("devices") == "cpu"),
         **_charts(run.metrics),
@@ -228,18 +235,6 @@ def _images(run: RunFiles) -> str:
     shares = {key: curve.y for key, curve in run.metrics.curves.items() if key.startswith(html.SHARE)}
     parts = [f"{key.removeprefix(html.SHARE)} {percent(100 * float(np.nanmean(y)))}" for key, y in shares.items()]
     return words + (f" (drawn: {', '.join(parts)})" if parts else "")
-
-
-def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Bars of k-NN: start, best and newest teacher, raw pixels and chance."""
-    names = {"start": "start", "untrained": "start: untrained"}
-    if knn.get("best") != knn.get("teacher"):
-        names["best"] = f"best, step {knn['best_step']:,}"
-    if "teacher" in knn:
-        names["teacher"] = f"newest, step {knn['step']:,}"
-    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
-    colors = {"teacher": 3, "best": 3}
-    return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items() if key in knn]
 
 
 def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
