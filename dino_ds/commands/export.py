@@ -29,10 +29,9 @@ def run(options: ExportOptions) -> Result:
     if options.format == "timm":
         crop_pct = timm_config(backbone)["pretrained_cfg"]["crop_pct"]
         bound, other_crop_pct = ("more than", 0.875) if crop_pct == 1 else ("at most", 1)
-        notes.append(
-            f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does; where the "
-            f"shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
-        )
+        said = f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does"
+        other = f"where the shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
+        notes.append(f"{said}; {other}")
     if options.format != "safetensors" and backbone.value_range is not None:
         notes.append("scale images deeper than 8 bits by the value_range that it holds, not by 255")
     facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}

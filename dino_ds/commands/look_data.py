@@ -142,31 +142,23 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
     files_of_bad = [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad]
-    classes = None  # of the whole dataset: labels are known without reading an image
+    classes: dict[str, Any] | None = None  # of the whole dataset: labels are known without reading an image
     if source.labels is not None and source.classes is not None:
         labels = np.asarray(source.labels)
         counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
-        classes = {
-            "count": len(source.classes),
-            "unlabelled": int((labels < 0).sum()),
-            "images": _spread(counts),
-            "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
-        }
+        of_each = dict(zip(source.classes, counts.tolist(), strict=False))
+        classes = {"count": len(source.classes), "unlabelled": int((labels < 0).sum())}
+        classes |= {"images": _spread(counts), "counts": of_each}
     by_type: dict[str, Any] = {}  # images by type of their stored values, and the extremes of types deeper than uint8
     for name, images in Counter(fact.values.type for fact in good).items():
         by_type[name] = {"images": images}
         if name != "uint8":
             some = [fact.values for fact in good if fact.values.type == name]
             by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
-    return {
-        "images": len(source),
-        "looked_at": len(facts),
-        "unreadable": {"count": len(bad), "files": files_of_bad},
-        "width": _spread(np.array([fact.width for fact in good])),
-        "height": _spread(np.array([fact.height for fact in good])),
-        "values": by_type,
-        "classes": classes,
-    }
+    sides = {side: _spread(np.array([getattr(fact, side) for fact in good])) for side in ("width", "height")}
+    unreadable = {"count": len(bad), "files": files_of_bad}
+    whole = {"images": len(source), "looked_at": len(facts), "unreadable": unreadable}
+    return {**whole, **sides, "values": by_type, "classes": classes}
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:

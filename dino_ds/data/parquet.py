@@ -72,10 +72,9 @@ class ParquetImages(RowImages):
                     groups.append((ends[-1], group))
                     ends[-1] += opened.metadata.row_group(group).num_rows
                     if _bytes_of(opened, group, self._column) > _MOST_BYTES:
-                        raise DataError(
-                            f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB of images,"
-                            " and each is read with its whole group: write groups of 100 rows (row_group_size=100)"
-                        )
+                        large = f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB"
+                        remedy = "write groups of 100 rows (row_group_size=100)"
+                        raise DataError(f"{large} of images, and each is read with its whole group: {remedy}")
                     has_bytes = has_bytes or _has_bytes(opened, group, self._column)
                     if label is not None:
                         for part in _read_parts(opened, group, label):

@@ -108,10 +108,9 @@ def remote_with_room(
     """The way to `needed` bytes of files, `gib` of them cached; and lines on how much stays, and unnoticed changes."""
     notes = list[str]()
     if untagged := [url for url, (_, tag) in zip(urls, states, strict=True) if not tag]:
-        notes.append(
-            f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {len(untagged)} of "
-            f"{len(urls)} files: changes of equal size can't be noticed there, and nothing is kept for other runs"
-        )
+        files = f"{len(untagged)} of {len(urls)} files"
+        said = f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {files}"
+        notes.append(f"{said}: changes of equal size can't be noticed there, and nothing is kept for other runs")
     amount = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
     if not gib:
         return Remote(), [*notes, f"{amount} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]

@@ -33,25 +33,18 @@ _MAX_FILES, _MAX_BRACES = 1_000_000, 50
 ENDINGS = (".txt", *ARCHIVES)  # endings of lists and archives
 _SOURCES: dict[str, Any] = {".tar": TarShards, ".parquet": ParquetImages, **dict.fromkeys(HDF5, Hdf5Images)}
 """The source of several files by their ending: it takes the files, and perhaps a part of them."""
-TRAIN_FOLDERS, TEST_FOLDERS = (
+TRAIN_FOLDERS, TEST_FOLDERS = (  # folder names of a dataset's training and test parts
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
     for names in ("train training", "test testing val valid validation")
-)  # folder names of a dataset's training and test parts
+)
+# Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner.
 _HUB_SETS = re.compile(
-    r"(https?://(www\.)?huggingface\.co/datasets/)"
-    r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
-)  # address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner
-
-_SETS = {
-    "cifar10": "cifar-10-",
-    "cifar100": "cifar-100-",
-    "stl10": "stl10_binary",
-    "imagenette": "imagenette2",
-    "food101": "food-101",
-    "flowers102": "flowers-102",
-    "pets": "oxford-iiit-pet",
-    "eurosat": "eurosat",
-}  # how the name of each torchvision dataset's folder or archive begins
+    r"https?://(www\.)?huggingface\.co/datasets/(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
+)
+_SETS = {  # how the name of each torchvision dataset's folder or archive begins
+    **{"cifar10": "cifar-10-", "cifar100": "cifar-100-", "stl10": "stl10_binary", "imagenette": "imagenette2"},
+    **{"food101": "food-101", "flowers102": "flowers-102", "pets": "oxford-iiit-pet", "eurosat": "eurosat"},
+}
 _WITHOUT_LABELS = ("statistics", *BENCHMARKS)  # evaluations that need no labeled test images
 
 
@@ -107,10 +100,9 @@ def check_root(root: str, key: str = "data.root") -> None:
         return
     hub_address = _HUB_SETS.match(root)
     if name := hub_id(root) or (hub_address and hub_address["name"]):
-        raise DataError(
-            f"{key} {root} does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
-            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
-        )
+        fetch = f"fetch it first (hf download {name} --repo-type dataset --local-dir DIR)"
+        remedy = f"if {name} is a data set of the Hugging Face Hub, {fetch} and give DIR (folders, .tar and .parquet)"
+        raise DataError(f"{key} {root} does not exist; {remedy}")
     if root.startswith("pipe:"):
         raise DataError(f"{key} {root} is not a local path: mount or copy it, then give {IMAGE_FORMS}")
     if root in SOURCES:
@@ -130,10 +122,9 @@ def check_split(root: str) -> None:
     folder = Path(os.path.expanduser(root))
     train = next((folder / name for name in TRAIN_FOLDERS if (folder / name).is_dir()), None)
     if train and (tests := test_folder(train)):
-        raise ConfigError(
-            f"{root} holds {train.name}/ and {tests.name}/: name the images to train on, {train} (for train, labeled "
-            f"test images: --eval.root {tests}); for all of them a .txt list of their paths"
-        )
+        remedy = f"name the images to train on, {train} (for train, labeled test images: --eval.root {tests})"
+        listed = "for all of them a .txt list of their paths"
+        raise ConfigError(f"{root} holds {train.name}/ and {tests.name}/: {remedy}; {listed}")
 
 
 def test_folder(train: Path) -> Path | None:
@@ -225,10 +216,9 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     if not paths and (path.lower().endswith(ARCHIVES) or re.search(r"[*\[{]", path)):
         paths = expand(path)
     if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
-        raise DataError(
-            f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "
-            "are, or a .txt list that names single images; other files are read on a disk: copy them"
-        )
+        kinds = f"{' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they are, or a .txt list"
+        wanted = f"an address is of {kinds} that names single images"
+        raise DataError(f"data.root {root}: {wanted}; other files are read on a disk: copy them")
     return _open_all(paths, root, part, cache_gib=cache_gib)
 
 

@@ -236,11 +236,10 @@ def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
     alike = page.axes in _AXES and len({(page.axes, page.shape, page.dtype) for page in whole}) == 1
     other_axis = len(bands) > 1 and _DEPTH_OR_TIME.search(page.description)
     if not alike or other_axis or (len(bands) > 1 and wanted not in (None, len(bands))):
-        raise ValueError(
-            f"{len(whole)} pages, the first of {page.imagewidth} x {page.imagelength} pixels: of a volume or film "
-            "write one image a file; bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set "
-            "model.in_chans to the number of pages of one shape"
-        )
+        there = f"{len(whole)} pages, the first of {page.imagewidth} x {page.imagelength} pixels"
+        remedy = "bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set model.in_chans to "
+        remedy += "the number of pages of one shape"
+        raise ValueError(f"{there}: of a volume or film write one image a file; {remedy}")
     return bands
 
 

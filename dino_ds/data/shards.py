@@ -233,10 +233,9 @@ class _Classes:
             if whole and not names:
                 folders = [printable(folder) for folder, of in self._list_of.items() if of == number]
                 if len(self._lists) > 1:
-                    raise DataError(
-                        f"the classes of the shards in {folders[0]} are numbers without names, and other folders have "
-                        f"names in {CLASSES}: write one there, or give the folders as parts of data.mixture"
-                    )
+                    problem = f"the classes of the shards in {folders[0]} are numbers without names"
+                    remedy = f"names in {CLASSES}: write one there, or give the folders as parts of data.mixture"
+                    raise DataError(f"{problem}, and other folders have {remedy}")
                 self.notes += note_unnamed(folders)
             some.sort(key=int if whole else None)
             named = [names[int(text)] if whole and int(text) < len(names) else text for text in some]

@@ -43,10 +43,8 @@ def training_images(data: DataSection, share: float) -> Source:
     """Open the training images of a recipe, without the `share` of them that is held out (eval.val_share); with `draws`
     and notes on them if they are not drawn equally often. Raises ConfigError, DataError."""
     if share and (data.mixture or data.balance != "none"):
-        raise ConfigError(
-            "eval.val_share is for one source whose images are drawn equally often, not for data."
-            f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
-        )
+        other = f"data.{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
+        raise ConfigError(f"eval.val_share is for one source whose images are drawn equally often, not for {other}")
     source: Any = recipe_images(data)
     if share:
         return split_off(source, data.root, share)[0]
@@ -155,10 +153,9 @@ def draws_of_its_own(source: Source) -> list[str]:
             readings.append([np.asarray(read(index)).tobytes() for index in range(min(8, len(source)))])
     if len(readings) < 2 or readings[0] == readings[1]:
         return []
-    return [
-        "a resume can't be exact: data.source gives other images when it reads them again: let it draw from "
-        "random, numpy.random or torch, which are seeded for each image, not from a generator of its own"
-    ]
+    problem = "a resume can't be exact: data.source gives other images when it reads them again"
+    remedy = "let it draw from random, numpy.random or torch, which are seeded for each image"
+    return [f"{problem}: {remedy}, not from a generator of its own"]
 
 
 def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
@@ -273,10 +270,8 @@ def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any
     try:
         import torchvision.datasets as datasets
     except (ImportError, RuntimeError) as error:
-        raise DataError(
-            f"torchvision cannot be loaded: {one_line(error)}; install the builds of torch and torchvision that "
-            "belong together, or use --data.source folder"
-        ) from error
+        remedy = "install the builds of torch and torchvision that belong together, or use --data.source folder"
+        raise DataError(f"torchvision cannot be loaded: {one_line(error)}; {remedy}") from error
     folder = Path(os.path.expanduser(root))
     try:
         return _build(datasets, dataset, folder, split, download=False)
@@ -284,10 +279,9 @@ def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any
         raise DataError(f"{dataset} needs one more package: {one_line(error)}; pip install {error.name}") from None
     except (RuntimeError, OSError) as error:
         if not download:
-            raise DataError(
-                f"{dataset} is not under {folder}: give the --data.root that holds it, or add --data.download true; "
-                f"for image files of your own add --data.source folder (torchvision: {one_line(error)})"
-            ) from None
+            remedy = "give the --data.root that holds it, or add --data.download true; for image files of your own add "
+            remedy += f"--data.source folder (torchvision: {one_line(error)})"
+            raise DataError(f"{dataset} is not under {folder}: {remedy}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".download.lock", "w") as lock:

@@ -111,10 +111,9 @@ class EvalContext:
         wanted = _class_numbers(train, test)[np.asarray(test.labels)[indices]]
         known = np.asarray(train.labels)[self.train_indices]
         if unseen := sorted(classes[number] for number in set(wanted.tolist()) - set(known.tolist())):
-            raise DataError(
-                f"none of {len(self.train_indices)} training images is of {len(unseen)} classes of the test images: "
-                f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
-            )
+            missing = f"{len(unseen)} classes of the test images: {', '.join(unseen[:5])}"
+            remedy = "raise --images, or leave these classes out"
+            raise DataError(f"none of {len(self.train_indices)} training images is of {missing}; {remedy}")
         return indices
 
     @cached_property

@@ -240,10 +240,9 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
             sample = look_at_values(sources, wanted)
             if sample.channels and wanted not in sample.channels:
                 there = " or ".join(map(str, sorted(sample.channels)))
-                raise ConfigError(
-                    f"{backbone.source} takes images of {wanted} channels, and those looked at have {there}, such as "
-                    f"{sources[0].name(0)}: give images of {wanted} channels, or a model that was trained on {there}"
-                )
+                seen = f"those looked at have {there}, such as {sources[0].name(0)}"
+                remedy = f"give images of {wanted} channels, or a model that was trained on {there}"
+                raise ConfigError(f"{backbone.source} takes images of {wanted} channels, and {seen}: {remedy}")
             chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
             if chosen is None:
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")

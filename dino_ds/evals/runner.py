@@ -92,14 +92,9 @@ class EvalRunner(PeriodicTask):
             return None
         with distributed.raise_on_all_ranks():
             held_out, test = held_out_images(recipe, train), _test_images(recipe, train)
-        settings = Settings(
-            ks=(section.k,),
-            images=section.bank_images,
-            test_images=section.test_images,
-            workers=data.workers,
-            value_range=data.known_range,
-            benchmark_root=Path(section.benchmark_root).expanduser() if section.benchmark_root else None,
-        )
+        benchmarks = Path(section.benchmark_root).expanduser() if section.benchmark_root else None
+        how: dict[str, Any] = {"workers": data.workers, "value_range": data.known_range, "benchmark_root": benchmarks}
+        settings = Settings((section.k,), images=section.bank_images, test_images=section.test_images, **how)
         names, problem = _find_names(recipe, train, test, settings)
         best = Best.from_recipe(section, names)
         if not names and held_out is None:

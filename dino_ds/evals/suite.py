@@ -58,10 +58,9 @@ def note_on_shared(
             shared = _same_contents(train, test, looked_at)
         if shared:
             share = len(shared) / len(looked_at)
-            notes.append(
-                f"{len(shared)} of {len(looked_at)} {which} images looked at are training images too, such as "
-                f"{test.name(shared[0])}: a score on them says nothing about new images; name others with {option}"
-            )
+            such = f"{len(shared)} of {len(looked_at)} {which} images looked at are training images too, such as "
+            such += test.name(shared[0])
+            notes.append(f"{such}: a score on them says nothing about new images; name others with {option}")
     return distributed.gather_objects((share, notes))[0]
 
 
@@ -131,11 +130,8 @@ def linear(context: EvalContext) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
     test, train = context.test, context.train
     probe = fit_linear(train.features, train.labels, train.classes, give_up=context.give_up)
-    return {
-        "linear": probe.accuracy(test.features, test.labels),
-        "linear_train": probe.accuracy(train.features, train.labels),
-        "linear_regularisation": probe.regularisation,
-    }
+    accuracy, of_train = (probe.accuracy(images.features, images.labels) for images in (test, train))
+    return {"linear": accuracy, "linear_train": of_train, "linear_regularisation": probe.regularisation}
 
 
 def ridge(context: EvalContext) -> dict[str, float]:

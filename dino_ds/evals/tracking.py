@@ -208,10 +208,8 @@ class Knn:
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         remedy = "to the end (--max_steps cut this run short)" if cut else "longer (--length)"
-        return (
-            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %); "
-            f"train {remedy}, or on more images"
-        )
+        below = f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %)"
+        return f"{below}; train {remedy}, or on more images"
 
     def summary(self, cut: bool = False) -> list[str]:
         """The warning, if there is one, and the newest k-NN, as lines of the log; `cut` as for `warning`."""
@@ -228,10 +226,9 @@ class Knn:
         if comparable:
             vars(self).update({name: state[name] for name in self.state_dict()})
         elif state["latest"] is not None:
-            return [
-                f"k-NN {state['latest']:.1f} % at step {state['step']}, raw pixels {state['raw']:.1f} % and what "
-                "training began with are of other images or settings: they are forgotten, and measured anew"
-            ]
+            values = f"k-NN {state['latest']:.1f} % at step {state['step']}, raw pixels {state['raw']:.1f} %"
+            other = "what training began with are of other images or settings: they are forgotten, and measured anew"
+            return [f"{values} and {other}"]
         return []
 
 

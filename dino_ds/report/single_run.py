@@ -82,15 +82,9 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     waits, memory = metrics["data_wait_fraction"].finite, metrics["memory_gib"].finite
     images, seconds = _last(metrics.images), training_seconds(metrics)
     return {
-        "run": str(run.path),
-        "state": run.state,
-        "trained": describe_network(run),
-        "step": run.step,
-        "planned_steps": run.planned_steps,
-        "first_step": metrics.first_step,
-        "images": _count(metrics.images),
-        "epoch": _count(metrics["epoch"]),
-        "training_seconds": seconds,
+        **{"run": str(run.path), "state": run.state, "trained": describe_network(run)},
+        **{"step": run.step, "planned_steps": run.planned_steps, "first_step": metrics.first_step},
+        **{"images": _count(metrics.images), "epoch": _count(metrics["epoch"]), "training_seconds": seconds},
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
         **{key: _last(metrics[key]) for key in html.find_others(metrics) if not key.startswith(html.EVALUATED)},
         "knn": html.summarize_knn(metrics),
@@ -99,11 +93,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "data_wait_fraction": float(waits.mean()) if len(waits) else None,
         "memory_gib": float(memory.max()) if len(memory) else None,
         "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
-        "skipped_steps": _count(metrics["skipped_steps"]),
-        "bad_images": _count(metrics["bad_images"]),
-        "evaluations": run.evaluations,
-        "incidents": run.events.counts,
-        "notes": run.notes,
+        **{key: _count(metrics[key]) for key in ("skipped_steps", "bad_images")},
+        **{"evaluations": run.evaluations, "incidents": run.events.counts, "notes": run.notes},
     }
 
 
@@ -111,21 +102,16 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
     """Whether the run has learned something: good, odd or bad, and a sentence that says what to do."""
     path = shlex.quote(str(run.path))
     if run.metrics["collapsed"].last == 1:
-        return "bad", (
-            "Collapsed: the features of all images are alike. Start again with a smaller --optimizer.lr or a longer "
-            "--optimizer.warmup; the incidents say more."
-        )
+        remedy = "Start again with a smaller --optimizer.lr or a longer --optimizer.warmup; the incidents say more."
+        return "bad", f"Collapsed: the features of all images are alike. {remedy}"
+    remedy = f"For this run: dino-ds eval {path} --root TRAIN --test_root TEST"
     if knn is None:
-        return "odd", (
-            "Whether it has learned is not known: no labeled images were held out (--eval.val_share 0.1, of class "
-            f"folders). For this run: dino-ds eval {path} --root TRAIN --test_root TEST."
-        )
+        reason = "no labeled images were held out (--eval.val_share 0.1, of class folders)"
+        return "odd", f"Whether it has learned is not known: {reason}. {remedy}."
     about = run.evaluations.get("knn", {})
     if (shared := about.get(SHARED, 0)) >= MOST_SHARED:
-        return "odd", (
-            f"Whether it has learned is not known: {shared:.0%} of the test images looked at are training images too "
-            f"(--eval.root). For this run: dino-ds eval {path} --root TRAIN --test_root TEST, with other images."
-        )
+        reason = f"{shared:.0%} of the test images looked at are training images too (--eval.root)"
+        return "odd", f"Whether it has learned is not known: {reason}. {remedy}, with other images."
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
     start = knn.get("untrained", knn.get("start"))
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
@@ -133,10 +119,8 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
     tests = about.get("test_images", 0)
     noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
     if bar > 100 - noise:
-        return "odd", (
-            f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. "
-            "Ask about classes that are harder to tell apart (--eval.root)."
-        )
+        remedy = "Ask about classes that are harder to tell apart (--eval.root)."
+        return "odd", f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. {remedy}"
     if knn["best"] <= bar + noise:
         chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
         return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."

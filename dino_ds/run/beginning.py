@@ -142,11 +142,9 @@ def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: Train
             return Beginning(choice.saved, notes=choice.notes)
         with distributed.raise_on_all_ranks():
             if (teacher := folder.path / "teacher.safetensors").exists():
-                raise CheckpointError(
-                    f"{folder.path} has no checkpoint, and had one: {teacher} was written with it. Bring "
-                    f"{folder.path / 'checkpoints'} back; to start from the beginning, name another --run_dir, or move "
-                    "that file away"
-                )
+                problem = f"{folder.path} has no checkpoint, and had one: {teacher} was written with it"
+                anew = "to start from the beginning, name another --run_dir, or move that file away"
+                raise CheckpointError(f"{problem}. Bring {folder.path / 'checkpoints'} back; {anew}")
         if not folder.may_start_anew:
             raise no_checkpoint(folder.path)
     if folder.recipe.stage_start is None:
@@ -250,12 +248,10 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     room = max(0, 9 - len(shown))  # lines on the screen before that about the run folder
     hidden = len(texts) - room
     more = "" if hidden <= 0 else f"{hidden} more note{'s' if hidden > 1 else ''} and "
-    details = [
-        f"batch    global batch {batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks "
-        f"{given_batch[2]}; {run.options.epoch_steps} steps an epoch",
-        f"engine   ZeRO {config.stage}, {config.precision}, {device}",
-        *([f"chosen   {chosen.reason}"] if chosen.reason else []),
-    ]
+    product = f"{batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks {given_batch[2]}"
+    details = [f"batch    global batch {product}; {run.options.epoch_steps} steps an epoch"]
+    details += [f"engine   ZeRO {config.stage}, {config.precision}, {device}"]
+    details += [f"chosen   {chosen.reason}"] if chosen.reason else []
     run.log.info(
         *shown,
         *(f"note     {text}" for text in texts[:room]),
@@ -291,12 +287,9 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     total = f" of the schedules' {steps:,}" if options.last_step < steps else ""
     images = (options.last_step - folder.first_step) * data.global_batch
     since = f" from step {folder.first_step:,}" if folder.first_step else ""
-    yield Event(
-        f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}, "
-        f"each {short(images / options.images)} times",
-        steps=steps,
-        last_step=options.last_step,
-    )
+    length = f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}"
+    length += f", each {short(images / options.images)} times"
+    yield Event(length, steps=steps, last_step=options.last_step)
     shown_above = ("data.root", "data.source")
     overrides = [f"{key} {unquoted(value)}" for key, value in request.recipe.items() if key not in shown_above]
     name = folder.config_name or (f"that of {folder.origin.run}" if folder.origin else "the defaults")

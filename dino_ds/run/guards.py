@@ -29,16 +29,12 @@ from dino_ds.health.beat import Beat, Heartbeats
 from dino_ds.health.monitor import Failures, Watchdog
 from dino_ds.health.processes import RunLock
 
-_PARTS = {
+_PARTS = {  # `Beat.where` in words
     **dict.fromkeys(("teacher", "targets", "student", "loss", "step"), "the forward pass"),
-    "backward": "the backward pass",
     **dict.fromkeys(("optimizer", "center", "ema"), "the optimizer"),
-    "evaluate": "evaluation",
-    "save": "saving",
-    "data": "loading",
-    "start": "building the model",
-    "end": "the end",
-}  # `Beat.where` in words
+    **{"backward": "the backward pass", "evaluate": "evaluation", "save": "saving"},
+    **{"data": "loading", "start": "building the model", "end": "the end"},
+}
 
 
 class Guards(NamedTuple):
@@ -157,10 +153,8 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
     size = next((size for size in range(config.micro_batch // 2, 0, -1) if images % size == 0), 0)
     if size:
         low = config.stage == 1 and config.precision != "fp32"  # stage 1 would accumulate in low precision
-        return (
-            f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}"
-            f"{' --ds.zero_optimization.stage 2' if low else ''}, the same global batch in smaller parts"
-        )
+        flags = f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}"
+        return f"{flags}{' --ds.zero_optimization.stage 2' * low}, the same global batch in smaller parts"
     return "--ds.activation_checkpointing.number_checkpoints auto, or a smaller model"
 
 

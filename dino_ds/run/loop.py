@@ -244,11 +244,10 @@ class Reports:
         limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(seen) > limit:
             self._log.info(*self._saver.saving.finish())
-            raise DataError(
-                f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
-                f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or allow more "
-                f"(--data.max_bad_fraction {math.ceil(200 * len(seen) / run.options.images) / 100:g})"
-            )
+            enough = math.ceil(200 * len(seen) / run.options.images) / 100
+            problem = f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows {limit}"
+            remedy = f"fix or remove them, or allow more (--data.max_bad_fraction {enough:g})"
+            raise DataError(f"{problem}; their names are in {run.path / 'log.txt'}: {remedy}")
 
     def skipped(self, window: list[_Trained]) -> None:
         """Report a skipped step. A mere fp16 overflow is no bad step: it is how the loss scale is found.
@@ -278,10 +277,9 @@ class Reports:
         said = f"{reason}; nothing moved ({self._bad_in_a_row} in a row; {_MOST} stop the run)"
         self._log.info(Event(said, "not finite"))
         if self._bad_in_a_row >= _MOST:
-            raise NumericError(
-                f"{reason}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
-                f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
-            )
+            remedy = f"Look at the images in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
+            before = f"{_MOST} times in a row; checkpoints in {run.path} are from before"
+            raise NumericError(f"{reason}, {before}. {remedy}")
 
     def trained(self, window: list[_Trained]) -> None:
         """Add the micro-batches of an applied step."""

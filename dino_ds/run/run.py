@@ -168,10 +168,9 @@ class Saver:
         with distributed.raise_on_all_ranks():
             run_dir = self.checkpoints.folder.parent
             if distributed.rank() == 0 and is_gone(run_dir / "config.yaml"):
-                raise CheckpointError(
-                    f"{run_dir} is gone, removed or renamed while the run was at work: training ends, and "
-                    "nothing more is saved. If it was renamed, give --run_dir its new path, and --resume"
-                )
+                gone = f"{run_dir} is gone, removed or renamed while the run was at work"
+                remedy = "If it was renamed, give --run_dir its new path, and --resume"
+                raise CheckpointError(f"{gone}: training ends, and nothing more is saved. {remedy}")
 
     def save(self, wait: bool) -> list[str]:
         """Write a checkpoint, and the teacher as one file that timm reads, while training continues; with `wait` it is

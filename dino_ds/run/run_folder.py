@@ -220,10 +220,9 @@ class RunFolder:
             return
         before, now, data = ImageSet.from_json(saved.images), self.images, self.recipe.data
         if before.groups and now.groups not in ("", before.groups) and before.names == now.names:
-            raise CheckpointError(
-                f"the {data.balance.partition(':')[0]} of data.balance {data.balance} are others than those since step "
-                f"{saved.step}: bring them back, or accept with --allow_change {_IMAGES}"
-            )
+            others = f"the {data.balance.partition(':')[0]} of data.balance {data.balance} are others than those since"
+            remedy = f"bring them back, or accept with --allow_change {_IMAGES}"
+            raise CheckpointError(f"{others} step {saved.step}: {remedy}")
         old, new = (build_schedules(self.recipe, max(1, some.count // data.global_batch)) for some in (before, now))
         moved = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
         # Schedules are compared at their edges, and at steps between.
@@ -236,10 +235,9 @@ class RunFolder:
                 moved.append(f"schedules differ from step {probe} on")
                 break
         if moved:
-            raise CheckpointError(
-                f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them: "
-                f"{'; '.join(moved)}; accept with --allow_change {_IMAGES}, or bring the images back"
-            )
+            problem = f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them"
+            remedy = f"accept with --allow_change {_IMAGES}, or bring the images back"
+            raise CheckpointError(f"{problem}: {'; '.join(moved)}; {remedy}")
 
     def image_notes(self, saved: Manifest) -> list[str]:
         """Human-readable lines on the images that have changed."""
@@ -263,17 +261,10 @@ class RunFolder:
             file = getattr(sys.modules.get(module), "__file__", None)
             if file and os.path.isfile(file):
                 by_name[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-        return {
-            "stage": config.stage,
-            "world_size": distributed.world_size(),
-            "precision": config.precision,
-            "offload": offloads_optimizer(zero) or offloads_weights(zero),
-            "micro_batch": config.micro_batch,
-            "accumulation": config.accumulation,
-            "gradient_clipping": config.clipping,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "versions": by_name,
-        }
+        settings = {name: getattr(config, name) for name in ("stage", "precision", "micro_batch", "accumulation")}
+        offload = offloads_optimizer(zero) or offloads_weights(zero)
+        settings |= {"world_size": distributed.world_size(), "offload": offload, "gradient_clipping": config.clipping}
+        return settings | {"recipe": self.recipe.model_dump(mode="json"), "versions": by_name}
 
     def last_step(self, epoch_steps: int, max_steps: int | None, done: int) -> int:
         """The step at which training ends, after at most `max_steps` steps from the first one of the run or stage.
@@ -281,10 +272,8 @@ class RunFolder:
         `done` steps."""
         last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
         if self.origin and last <= self.first_step:
-            raise ConfigError(
-                f"{self.origin.run} has done {self.first_step} steps, and length {self.recipe.length} ends at step "
-                f"{last}: give the stage a length, which counts from there"
-            )
+            problem = f"{self.origin.run} has done {self.first_step} steps, and length {self.recipe.length} ends at"
+            raise ConfigError(f"{problem} step {last}: give the stage a length, which counts from there")
         last = min(last, self.first_step + max_steps) if max_steps else last
         if done > last:
             ends = f"--max_steps {max_steps}" if max_steps else f"length {self.recipe.length}"
@@ -329,10 +318,9 @@ def write_description(folder: RunFolder) -> None:
         end = time.monotonic() + 40  # NFS caches the absence of another machine's file for half a minute
         while not (path / "config.yaml").exists():
             if time.monotonic() > end:
-                raise ConfigError(
-                    f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
-                    "put --run_dir on a disk that all machines share"
-                )
+                me = f"rank {distributed.rank()} on {socket.gethostname()}"
+                remedy = "put --run_dir on a disk that all machines share"
+                raise ConfigError(f"{me} does not see {path}, which rank 0 has made: {remedy}")
             time.sleep(0.2)
 
 
@@ -367,11 +355,7 @@ def _describe_environment(run_dir: Path) -> dict[str, Any]:
         ]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         starts = []
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "ranks": distributed.world_size(),
-        "devices": torch.cuda.get_device_name() if cuda else "cpu",
-        "cuda": torch.version.cuda if cuda else None,
-        "starts": [*starts, this_start],
-    }
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    about = {"versions": versions(), "platform": platform.platform(), "ranks": distributed.world_size()}
+    about |= {"devices": device, "cuda": torch.version.cuda if cuda else None}
+    return about | {"starts": [*starts, this_start]}
