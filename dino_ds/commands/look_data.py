@@ -66,11 +66,8 @@ def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Resu
     rows = list(islice(_sheet_rows(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels")
-    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
-    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    how = f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}"
-    seen = "; ".join([how, *normalization.shown_channels(channels)])
-    sheet = draw_sheet(rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {seen}")
+    title = f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
+    sheet = draw_sheet(rows, title)
     with files.replacing(png) as path:
         sheet.savefig(path, format="png")
     return definition.Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
@@ -85,6 +82,13 @@ def _check(out: str | None) -> Path:
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
     return path
+
+
+def _crops(recipe: Recipe) -> str:
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
+    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
+    how = f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}"
+    return "; ".join([how, *normalization.shown_channels(recipe.model.in_chans)])
 
 
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:

@@ -116,12 +116,13 @@ def _build(root: Path) -> Contents:
     notes = note_left_out(path for folder in folders.values() for path in folder.others)
     if not len(names):
         files = sum(folder.files for folder in folders.values())
-        inside = [os.fsdecode(name) for name in sorted([*folders[b""].folders, *folders[b""].linked])]
-        seen = f"{len(inside)} folders" + (f": {' '.join(inside[:5])}" if inside else "")
-        looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{' ...' if len(inside) > 5 else ''}"
-        listed = "; a .txt list may name images of other endings" if files else ""
-        empty = f"no images under {root} ({looked}{listed}). Give the folder that holds the images"
-        raise DataError("; ".join([empty, *notes]))
+        inside = list(map(os.fsdecode, sorted([*folders[b""].folders, *folders[b""].linked])))
+        seen = f"{len(inside)} folders{': ' * bool(inside)}{' '.join(inside[:5])}{' ...' * (len(inside) > 5)}"
+        listed = "; a .txt list may name images of other endings" * bool(files)
+        looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{listed}"
+        raise DataError(
+            "; ".join([f"no images under {root} ({looked}). Give the folder that holds the images", *notes])
+        )
     times = np.array([folder.time for folder in folders.values()])
     times[times > begin - _FRESH_NANOSECONDS] = -1
     for path in folders:
@@ -165,8 +166,7 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
 
 def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
     images, folders, linked, others, files = list[bytes](), list[bytes](), list[bytes](), list[bytes](), 0
-    here = os.path.join(os.fsencode(root), path)
-    prefix = path + b"/" if path else b""
+    here, prefix = os.path.join(os.fsencode(root), path), path + b"/" if path else b""
     try:
         state = os.stat(here)  # before the scan: files added during it change the time
         file_keys, keys = FolderKeys(state.st_dev), array("Q")
@@ -190,8 +190,7 @@ def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
     except OSError as error:
         problem = f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}"
         raise DataError(f"{problem}; fix its permissions or link") from None
-    time = state.st_mtime_ns if state.st_mtime_ns > 0 else -1
-    identity = (state.st_dev, state.st_ino)
+    time, identity = state.st_mtime_ns if state.st_mtime_ns > 0 else -1, (state.st_dev, state.st_ino)
     return _Folder(path, time, identity, b"\0".join(images), keys, sorted(folders), sorted(linked), files, others)
 
 
@@ -241,8 +240,7 @@ def _parse(path: str, text: bytes | None) -> Contents:
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
     example = printable(os.fsdecode(hidden[0])) if hidden else ""
     note = f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot"
-    about = {"notes": [note] if hidden else [], "elsewhere": elsewhere}
-    return Contents({**names.arrays("names"), **arrays}, about)
+    return Contents({**names.arrays("names"), **arrays}, {"notes": [note] * bool(hidden), "elsewhere": elsewhere})
 
 
 def describe_missing(root: Path) -> str:

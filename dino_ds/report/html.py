@@ -199,15 +199,12 @@ SMALL = (
 
 def find_series(metrics: Metrics) -> list[Series]:
     """List the small charts: scalars of loss terms and unknown keys, SMALL, shares of a mixture, evaluations."""
-    scalars, shares, evaluated = list[Series](), list[Series](), list[Series]()
-    for key in find_others(metrics):
-        if key.startswith(EVALUATED):
-            name = key.removeprefix(EVALUATED)
-            evaluated.append(Series(key, *_OF_EVALUATIONS.get(name, (name, ""))))
-        elif key.startswith(SHARE):
-            shares.append(Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100))
-        else:
-            scalars.append(Series(key, *_title_of(key, metrics.titles)))
+    others = find_others(metrics)
+    names = {key: key.removeprefix(EVALUATED) for key in others if key.startswith(EVALUATED)}
+    sources = {key: key.removeprefix(SHARE) for key in others if key.startswith(SHARE)}
+    scalars = [Series(key, *_title_of(key, metrics.titles)) for key in others if key not in {**names, **sources}]
+    shares = [Series(key, f"Images from {source}", "%", factor=100) for key, source in sources.items()]
+    evaluated = [Series(key, *_OF_EVALUATIONS.get(name, (name, ""))) for key, name in names.items()]
     return [*scalars[:_MOST_OTHERS], *SMALL, *shares[:_MOST_OTHERS], *evaluated[:_MOST_OTHERS]]
 
 
