@@ -18,12 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.basics.files import is_url, read_lines
+from dino_ds.data import remote, remote_request
 from dino_ds.data.decode import EXTENSIONS, is_image_file, is_left_out, note_left_out
 from dino_ds.data.encoded import FolderKeys, ListedFiles, key_on, real_folder, size_and_time
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, is_hidden, label_arrays, printable
-from dino_ds.data.remote import FilePiece, Remote
-from dino_ds.data.remote_request import check_url
 from dino_ds.errors import DataError
 
 _LOOKED_AT = 20  # lines of a list that are checked to be files
@@ -64,7 +63,7 @@ class ListFile(ListedFiles):
         listed = path if is_url(path) else str(Path(os.path.expanduser(path)).absolute())
         self._folder = os.path.dirname(listed)
         try:
-            text = Remote().read(FilePiece(listed)) if is_url(listed) else None
+            text = remote.Remote().read(remote.FilePiece(listed)) if is_url(listed) else None
             state = size_and_time(os.stat(listed)) if text is None else hashlib.sha256(text).hexdigest()
             super().__init__("list", f"{listed}\n{state}", lambda: _parse(listed, text))
         except OSError as error:
@@ -230,7 +229,7 @@ def _parse(path: str, text: bytes | None) -> Contents:
         below = name.removeprefix(folder)
         if is_url(url := os.fsdecode(name)):
             elsewhere = True
-            check_url(url, f"line {number + 1} of {printable(path)}")
+            remote_request.check_url(url, f"line {number + 1} of {printable(path)}")
         if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
             hidden.append(name)
             continue

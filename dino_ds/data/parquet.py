@@ -13,8 +13,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from dino_ds.data.encoded import RowImages, naming_file
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data import encoded, images
 from dino_ds.data.listing import LABEL_NAMES, Labels, join_classes, note_unnamed, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError
@@ -39,7 +38,7 @@ _Location = tuple[str, tuple[int, ...] | None, _RemoteParquet | None]
 """A file, its size and time on a disk, and what it is elsewhere."""
 
 
-class ParquetImages(RowImages):
+class ParquetImages(encoded.RowImages):
     """The rows of Parquet files, file after file.
     The image column is binary, or a struct with `bytes`. Classes come from a label column of whole numbers or texts,
     else from folders label=CLASS; Hugging Face stores the names of numbers in the schema's metadata. Raises ConfigError
@@ -56,7 +55,7 @@ class ParquetImages(RowImages):
         groups, ends, has_bytes = list[tuple[int, int]](), list[int](), False
         labels, names = list[list[Any]](), list[list[str]]()
         for number, file in enumerate(self._files):
-            with naming_file(file, "Parquet"):
+            with encoded.naming_file(file, "Parquet"):
                 opened = _parquet_file(self._location(number))
                 if number == 0:
                     schema = opened.schema_arrow
@@ -102,7 +101,7 @@ class ParquetImages(RowImages):
         if isinstance(data, dict):
             data = data["bytes"]
         if not data:
-            raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
+            raise images.UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 
 from dino_ds.basics.files import is_url
 from dino_ds.basics.names import advise_saved, hub_id
-from dino_ds.config.evaluation import BENCHMARKS
+from dino_ds.config import evaluation, loading, stages
 from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import holds_checkpoint
 from dino_ds.data.decode import archives_in, is_image_file, note_left_out, split_part
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
@@ -45,7 +43,7 @@ _SETS = {  # how the name of each torchvision dataset's folder or archive begins
     **{"cifar10": "cifar-10-", "cifar100": "cifar-100-", "stl10": "stl10_binary", "imagenette": "imagenette2"},
     **{"food101": "food-101", "flowers102": "flowers-102", "pets": "oxford-iiit-pet", "eurosat": "eurosat"},
 }
-_WITHOUT_LABELS = ("statistics", *BENCHMARKS)  # evaluations that need no labeled test images
+_WITHOUT_LABELS = ("statistics", *evaluation.BENCHMARKS)  # evaluations that need no labeled test images
 
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
@@ -90,7 +88,7 @@ def check_root(root: str, key: str = "data.root") -> None:
     if os.path.isdir(path):
         if saved := advise_saved(path):
             raise DataError(f"{key} {root} {saved}")
-        if holds_checkpoint(Path(path)):
+        if stages.holds_checkpoint(Path(path)):
             raise DataError(f"{key} {root} is the folder of a run: give the folder of the images")
         with contextlib.suppress(OSError), os.scandir(path) as entries:
             if next(entries, None) is None:
@@ -150,7 +148,7 @@ def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> 
             changes["eval.evals"] = ",".join(kept) or "auto"
             note = f"the recipe's eval.evals {', '.join(left_out)} are left out"
             notes.append(f"{note}: they need labeled test images (--eval.root FOLDER)")
-    return change_recipe(recipe, changes) if changes else recipe
+    return loading.change_recipe(recipe, changes) if changes else recipe
 
 
 def _holds_images(root: str, source: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.basics.files import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
-from dino_ds.data.decode import EXTENSIONS, note_left_out
+from dino_ds.data import decode, remote_request
 from dino_ds.data.encoded import MAX_BYTES, ListedImages, archive_key, size_and_time
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import (
@@ -29,7 +29,6 @@ from dino_ds.data.listing import (
     printable,
 )
 from dino_ds.data.remote import FilePiece, Remote, find_states, known_states, open_remote, remote_with_room
-from dino_ds.data.remote_request import Refusal
 from dino_ds.data.tar_members import IndexedMembers, Members
 from dino_ds.errors import DataError, one_line
 
@@ -55,11 +54,11 @@ class TarShards(ListedImages):
             try:
                 state = known_states([url]).get(url)
                 index = None if state is None else FilePiece(url, *state)
-            except Refusal as error:
+            except remote_request.Refusal as error:
                 unread = [f"{error}; the shards are read in place of it"]
         build = functools.partial(_index, shards, kind, index)
         names = [] if self.elsewhere else map(_names_in, dict.fromkeys(map(os.path.dirname, shards)))
-        key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or names)))
+        key = "\n".join((*shards, *decode.EXTENSIONS, kind or "", *map(str, index or names)))
         super().__init__("shards", key, build, _is_current)
         self.notes += unread
         if not len(self):
@@ -191,7 +190,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
         "shards.state": np.frombuffer(facts, np.int64),
         **({"checksum": np.frombuffer(checksums, np.int64)} if known else {}),
     }
-    return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *classes.notes, *notes]})
+    return Contents(arrays, {"notes": [*decode.note_left_out(others), *_note_kinds(kinds), *classes.notes, *notes]})
 
 
 def _note_kinds(kinds: Counter[bytes]) -> list[str]:
@@ -258,7 +257,7 @@ def _names_in(folder: str) -> tuple[tuple[bytes, ...], list[str]]:
         return tuple(text.splitlines()), []
     except FileNotFoundError:
         return (), []
-    except (OSError, ValueError, Refusal) as error:
+    except (OSError, ValueError, remote_request.Refusal) as error:
         return (), [f"classes are numbers, without names: {CLASSES} can't be read: {one_line(error)}"]
 
 

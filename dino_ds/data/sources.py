@@ -22,16 +22,14 @@ from typing import Any, Literal, cast
 import numpy as np
 from PIL import Image
 
+from dino_ds.basics import own_code, seeds
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.own_code import find_own, is_own
-from dino_ds.basics.seeds import seed_generators
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
-from dino_ds.data.image_set import name_of
+from dino_ds.data import image_set, mixture
 from dino_ds.data.images import Source, to_rgb
 from dino_ds.data.images import UnreadableImage as UnreadableImage  # classes of users import it from here
-from dino_ds.data.mixture import Mixture, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
@@ -48,7 +46,7 @@ def training_images(data: DataSection, share: float) -> Source:
     source: Any = recipe_images(data)
     if share:
         return split_off(source, data.root, share)[0]
-    draws, notes = draws_of(source, data.balance)
+    draws, notes = mixture.draws_of(source, data.balance)
     if draws is not None:
         source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
     return cast(Source, source)
@@ -78,7 +76,7 @@ def recipe_images(data: DataSection) -> Source:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, data.remote_cache_gib)
+    return mixture.Mixture(data.parts, data.root, data.remote_cache_gib)
 
 
 def build_source(
@@ -106,7 +104,7 @@ def build_source(
 def _build_own(path: str, root: str | None) -> Any:
     """Build and check `Class(root)` for `module:Class`; `labels` and `classes` default to None. Raises ConfigError for
     a class that is not a source, DataError for one that can't be built, can't be pickled or has no images."""
-    source_class: type = find_own("data.source", path, "class", inspect.isclass)
+    source_class: type = own_code.find_own("data.source", path, "class", inspect.isclass)
     # Checked before the class is called: a recipe must not be able to call just any class of a library.
     if lacks := [name for name in ("__len__", "load", "name") if not callable(getattr(source_class, name, None))]:
         raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(lacks)}")
@@ -144,12 +142,12 @@ def _build_own(path: str, root: str | None) -> Any:
 def draws_of_its_own(source: Source) -> list[str]:
     """A line if a user's class gives other images when it reads the first 8 again with the same seeds: its random
     numbers can't be drawn again. Images that can't be read are left to training."""
-    if not is_own(getattr(source, "whole", source)):
+    if not own_code.is_own(getattr(source, "whole", source)):
         return []
     read, readings = getattr(source, "read", source.load), list[list[bytes]]()
     with suppress(Exception):  # of any kind: the class is a user's
         for _ in range(2):
-            seed_generators(0)
+            seeds.seed_generators(0)
             readings.append([np.asarray(read(index)).tobytes() for index in range(min(8, len(source)))])
     if len(readings) < 2 or readings[0] == readings[1]:
         return []
@@ -162,7 +160,7 @@ def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Par
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
     whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
     of the first that is no link. Raises DataError if a side is empty."""
-    names = (name_of(source, i, root) for i in range(len(source)))
+    names = (image_set.name_of(source, i, root) for i in range(len(source)))
     hashes = (hashlib.blake2b(name, digest_size=8, person=b"held out").digest() for name in names)
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
     keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()

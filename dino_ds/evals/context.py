@@ -15,9 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.config.fields import IMAGE_FORMS
+from dino_ds.data import listing, multicrop
 from dino_ds.data.images import Source, ValueRange, evenly_spaced_indices
-from dino_ds.data.listing import join_classes
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
@@ -146,7 +145,7 @@ class EvalContext:
 
     def _describe(self, source: Source, indices: Sequence[int]) -> Labeled:
         """Features and labels of images; unreadable ones are left out and noted. Raises GaveUp, DataError."""
-        crop = EvalCrop(self.settings.size or self.backbone.image_size, self.backbone.normalization)
+        crop = multicrop.EvalCrop(self.settings.size or self.backbone.image_size, self.backbone.normalization)
         features, labels, unreadable = self.gather(self.backbone.features, source, indices, crop)
         self.note(f"left out, unreadable: {text}" for text in unreadable)
         return Labeled(features, labels, len(source.classes or []))
@@ -186,7 +185,7 @@ class EvalContext:
             if not _is_labeled(images):
                 remedy = "sort them into two or more class folders, or give labels"
                 raise DataError(f"the {which} images have no classes: {remedy}")
-        if missing := join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
+        if missing := listing.join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
             raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
         return train, test
 
@@ -213,4 +212,4 @@ def _is_labeled(source: Source) -> bool:
 
 def _class_numbers(train: Source, test: Source) -> np.ndarray:
     """The training class of each test class by its name, and -1 as the last entry."""
-    return join_classes((train.classes or [], test.classes or []))[1][1]
+    return listing.join_classes((train.classes or [], test.classes or []))[1][1]

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.files import read_object, replace_file
-from dino_ds.basics.formatting import short
+from dino_ds.basics import files, formatting
 from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection, margin_of_chance
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
@@ -35,13 +34,13 @@ def name_images(source: str, root: str | None) -> str:
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Results by evaluation, none if the file is absent. Raises OSError, ValueError."""
-    return read_object(path) if path.is_file() else {}
+    return files.read_object(path) if path.is_file() else {}
 
 
 def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:
     """Replace the results of the evaluations in `new`, and keep all others. Raises OSError, ValueError."""
     kept = {**read_results(path), **as_json(new)}
-    replace_file(path, json.dumps(kept, indent=1) + "\n")
+    files.replace_file(path, json.dumps(kept, indent=1) + "\n")
 
 
 def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -143,7 +142,7 @@ class Best:
 
     @staticmethod
     def _shown(value: float | None) -> str:
-        return "unknown" if value is None else short(value, 4)
+        return "unknown" if value is None else formatting.short(value, 4)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "patience"}

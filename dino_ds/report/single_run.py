@@ -20,17 +20,14 @@ from dino_ds import __version__
 from dino_ds.basics.files import check_absent, replace_file, why_not_writable
 from dino_ds.basics.formatting import duration, gib, nats, number, percent, short
 from dino_ds.basics.names import step_name
-from dino_ds.config.evaluation import margin_of_chance
-from dino_ds.config.loading import code_of, recipe_options
-from dino_ds.config.recipe import Recipe
+from dino_ds.config import evaluation, loading, recipe
 from dino_ds.config.schema import flat_values, show_value
 from dino_ds.config.stages import ORIGIN, Origin
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.evals.tracking import MOST_SHARED, SHARED
 from dino_ds.models.specs.backbones import ALL
-from dino_ds.options.commands import ReportOptions
-from dino_ds.options.definition import Result
+from dino_ds.options import commands, definition
 from dino_ds.report import html
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, RunFiles, read_run
 
@@ -46,7 +43,7 @@ _PICTURES = {
 }  # titles of the kinds of pictures, in the order of the page
 
 
-def run(options: ReportOptions) -> Result:
+def run(options: commands.ReportOptions) -> definition.Result:
     """Write RUN/report.html; return its path and a summary of the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
@@ -73,7 +70,7 @@ def run(options: ReportOptions) -> Result:
         f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
         f"{gib(facts['memory_gib'])}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
     )
-    return Result({"report": str(page), **facts}, text, value=page)
+    return definition.Result({"report": str(page), **facts}, text, value=page)
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
@@ -117,7 +114,7 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
     tests = about.get("test_images", 0)
-    noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
+    noise = max(_NOISE, evaluation.margin_of_chance(tests) if tests > 0 else 0.0)
     if bar > 100 - noise:
         remedy = "Ask about classes that are harder to tell apart (--eval.root)."
         return "odd", f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. {remedy}"
@@ -313,10 +310,10 @@ def _evaluations(evaluations: Mapping[str, dict[str, Any]]) -> list[tuple[str, .
 
 def changed_settings(run: RunFiles) -> list[tuple[html.Tag, str, str, str]]:
     """Key, value, default and description of every setting that differs from the default."""
-    values, defaults = flat_values(run.recipe or Recipe()), flat_values(Recipe())
+    values, defaults = flat_values(run.recipe or recipe.Recipe()), flat_values(recipe.Recipe())
     return [
         (html.Tag(each.name, tag="code"), _plain(values[each.name]), _plain(defaults[each.name]), each.description)
-        for each in recipe_options()
+        for each in loading.recipe_options()
         if values[each.name] != defaults[each.name]
     ]
 
@@ -345,6 +342,6 @@ def reproduction(run: RunFiles) -> str:
     ranks, program = run.environment.get("ranks"), ["dino-ds", "train"]
     if isinstance(ranks, int) and ranks > 1:
         program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"]
-    code = ", ".join(code_of(run.recipe)) if run.recipe else ""
+    code = ", ".join(loading.code_of(run.recipe)) if run.recipe else ""
     warning = f"  # imports {code}, which config.yaml names: look at it first" if code else ""
     return shlex.join([*program, *files, "--run_dir", "NEW"]) + warning

@@ -312,8 +312,8 @@ class CollapseAlarm(_Alarm):
                 kind = "one prototype"
             elif entropy > (1 - NEAR) * self._most and step > self._warmup_steps:
                 kind = "uniform"
-        found = f"{kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}; DINO, figure 7"
-        symptom = f"the teacher gives every {self._rows} the same target ({found}); {_HINTS.get(kind)}"
+        values = f"{kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}; DINO, figure 7"
+        symptom = f"the teacher gives every {self._rows} the same target ({values}); {_HINTS.get(kind)}"
         return self._report(step, kind, symptom)
 
 

@@ -318,9 +318,9 @@ def write_description(folder: RunFolder) -> None:
         end = time.monotonic() + 40  # NFS caches the absence of another machine's file for half a minute
         while not (path / "config.yaml").exists():
             if time.monotonic() > end:
-                me = f"rank {distributed.rank()} on {socket.gethostname()}"
+                this_rank = f"rank {distributed.rank()} on {socket.gethostname()}"
                 remedy = "put --run_dir on a disk that all machines share"
-                raise ConfigError(f"{me} does not see {path}, which rank 0 has made: {remedy}")
+                raise ConfigError(f"{this_rank} does not see {path}, which rank 0 has made: {remedy}")
             time.sleep(0.2)
 
 
