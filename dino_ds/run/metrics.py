@@ -295,10 +295,10 @@ class _Alarm:
 
 class CollapseAlarm(_Alarm):
     """Checks the entropy and the KL of targets over prototypes in each line of metrics.
-    Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which: ->
-    0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform targets
-    are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as these.
-    rows: what has one target each, an image or a patch."""
+    Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
+    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). These are
+    normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as them. rows:
+    what has one target each, an image or a patch."""
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
         super().__init__()
