@@ -2,8 +2,7 @@
 
 Keywords are a command's options and the recipe's keys. They are read and checked as on a command line, and passed to
 the function that the command runs: nothing is decided here. Where a command ends with a message and an exit code, its
-function raises an exception of dino_ds.errors.
-"""
+function raises an exception of dino_ds.errors."""
 
 from __future__ import annotations
 
@@ -144,15 +143,13 @@ def embed(
 
 def find(features: AnyPath, images: Sequence[AnyPath], top: int = 20, **options: Any) -> list[Found]:
     """`dino-ds find`: the nearest images of each of `images`, files or rows of `features`. Raises UserError."""
-    neighbors: list[Found] = _run("find", options, features=features, images=[*map(str, images)], top=top)
-    return neighbors
+    return _run("find", options, features=features, images=[*map(str, images)], top=top)
 
 
 def curate(features: AnyPath, *, out: AnyPath | None = None, **options: Any) -> Curated:
     """`dino-ds curate`: near-duplicates (`duplicates="auto"`), clusters (`clusters=[1000, 100]`) and lists
     (`draw=50000`) of the images of `features`, in memory and in the folder `out`. Raises UserError."""
-    curated: Curated = _run("curate", options, features=features, out=out)
-    return curated
+    return _run("curate", options, features=features, out=out)
 
 
 def evaluate(
@@ -164,14 +161,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """`dino-ds eval`: return what it prints with --json. "metrics" has the numbers by name; "results" has those of each
     evaluation, with its images, the step and the date. Raises UserError."""
-    results: dict[str, Any] = _run("eval", options, model=model, evals=evals, root=root, test_root=test_root)
-    return results
+    return _run("eval", options, model=model, evals=evals, root=root, test_root=test_root)
 
 
 def report(run: AnyPath, *, out: AnyPath | None = None) -> Path:
     """`dino-ds report`: write the HTML page of a run, and return its path. Raises ConfigError."""
-    page: Path = _run("report", {}, run=run, out=out)
-    return page
+    return _run("report", {}, run=run, out=out)
 
 
 def plan(
@@ -185,8 +180,7 @@ def plan(
 ) -> dict[str, Any]:
     """`dino-ds plan`: return what it prints with --json. Raises ConfigError."""
     named = {"config": config, "gpu": gpu, "gpus": gpus, "nodes": nodes, "ds_config": ds_config}
-    facts: dict[str, Any] = _run("plan", options, **named)
-    return facts
+    return _run("plan", options, **named)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

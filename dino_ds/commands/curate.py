@@ -58,9 +58,8 @@ def check(options: CurateOptions) -> None:
     if options.draw is not None and options.clusters is None:
         raise ConfigError(f"--draw {options.draw} is balanced over clusters: give --clusters 1000 too")
     if options.clusters and list(options.clusters) != sorted(options.clusters, reverse=True):
-        raise ConfigError(
-            f"--clusters {','.join(map(str, options.clusters))}: each level has fewer than the one before"
-        )
+        sizes = ",".join(map(str, options.clusters))
+        raise ConfigError(f"--clusters {sizes}: each level has fewer than the one before")
     check_absent(folder := _folder(options))
     if reason := why_not_writable(folder):
         raise ConfigError(f"{folder} can't be written: {reason}; fix --out")
@@ -99,13 +98,10 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     order = np.argsort(labels, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
         if len(members) > 1:
-            rows = vectors.chosen[members].tolist()
-            sides = [embedded.side(row) for row in rows]
-            names = [embedded.source.name(row) for row in rows]
+            rows, near = vectors.chosen[members].tolist(), vectors.take(members)
+            sides, names = list(map(embedded.side, rows)), list(map(embedded.source.name, rows))
             ranks = sorted(range(len(rows)), key=lambda i: (-sides[i], names[i]))
-            near = vectors.take(members)
-            cosines = (near @ near[ranks[0]]).tolist()
-            kept = rows[ranks[0]]
+            cosines, kept = (near @ near[ranks[0]]).tolist(), rows[ranks[0]]
             lines += [(len(sheet), "no", f"{cosines[i]:.4f}", names[i], sides[i]) for i in ranks]
             lines[-len(rows)] = (len(sheet), "yes", *lines[-len(rows)][2:])
             sheet.append([(rows[i], f"{cosines[i]:.4f}") for i in ranks])
@@ -115,10 +111,9 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     (folder / "duplicates.csv").write_bytes(table(("group", "kept", "cosine", "name", "side"), lines))
     sheet.sort(key=len, reverse=True)
     if sheet:
-        shown = (
-            f"{min(LINES, len(sheet))} of {len(sheet)} groups: the kept image, then the others and their cosines to it"
-        )
-        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, heading=shown))
+        shown = f"{min(LINES, len(sheet))} of {len(sheet)} groups"
+        heading = f"{shown}: the kept image, then the others and their cosines to it"
+        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet, heading=heading))
     removed = len(lines) - len(sheet)
     said = f"{removed} near-duplicates of {len(sheet)} images, which are kept" if sheet else "no near-duplicates"
     curated.notes.append(f"{curated.folder}: {said}")
@@ -140,10 +135,8 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
     clusters = np.full((len(embedded.rows), len(levels)), -1)
     clusters[kept] = np.stack(levels, axis=1)
     columns = ("name", "cluster", *(f"level_{number}" for number in range(2, len(levels) + 1)))
-    texts = (
-        (embedded.source.name(i), *("" if label < 0 else label for label in row))
-        for i, row in enumerate(clusters.tolist())
-    )
+    named = ([label if label >= 0 else "" for label in row] for row in clusters.tolist())
+    texts = ((embedded.source.name(i), *row) for i, row in enumerate(named))
     (folder / "clusters.csv").write_bytes(table(columns, texts))
     counts = np.bincount(levels[0])
     members = np.split(kept[np.lexsort((distances, levels[0]))], np.cumsum(counts)[:-1])
@@ -162,8 +155,7 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
 
 
 def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, columns: int) -> list[tuple[int | str, str]]:
-    """The nearest and the two most distant of `members`, which are sorted, with the words under them: the cluster's
-    number, its size, and the share of its most common class where classes are known."""
+    """The nearest and the two most distant of the sorted `members`, with the cluster's number, size and main class."""
     rows, labels, classes = members.tolist(), embedded.source.labels, embedded.source.classes
     known = [] if labels is None or not classes else [labels[row] for row in rows if labels[row] >= 0]
     words = [f"cluster {number}", f"{len(rows)} images"]

@@ -1,5 +1,4 @@
-"""`dino-ds embed`: writes the features of all images to one file, one row per image, in constant memory; what was
-written before an interruption is not computed again."""
+"""`dino-ds embed`: writes the features of all images to one file, a row each; goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -69,9 +68,9 @@ def run(options: EmbedOptions) -> Result:
                 shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
             put_together(path, parts, source, origin)
-    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-    unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
-    notes = [note for note in (*getattr(source, "notes", ()), *notes, unread) if note]
+    unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}"
+    unread += f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+    notes = [*getattr(source, "notes", ()), *notes, *[unread] * bool(bad)]
     facts = {"out": str(path), "shape": [parts.images, *parts.shape], "dtype": parts.dtype, "first": source.name(0)}
     page = f"{path}: {' x '.join(map(str, facts['shape']))} {parts.dtype}; rows as {facts['first']}, ..."
     return Result({**facts, "notes": notes}, page, notes)
@@ -174,7 +173,6 @@ def check_queries(features: str, images: Sequence[str]) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files of "
-        f"dino-ds embed, {path.name} and {path.name}.json among them: bring them, or embed again"
-    )
+    problem = f"{error.filename or path} can't be read: {error.strerror or error}"
+    wanted = f"features are known by the files of dino-ds embed, {path.name} and {path.name}.json among them"
+    return DataError(f"{problem}; {wanted}: bring them, or embed again")

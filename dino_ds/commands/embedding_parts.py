@@ -32,8 +32,7 @@ _PART, _PART_BYTES = 4096, 256 * 2**20
 """Most images of a part, and most bytes of a part: an interruption costs each rank one part."""
 _FEW, _PARTS = 64, 64
 """Fewest images of a part, and the number of parts into which few images are divided, for all ranks to get some."""
-DIGEST = "rows_sha256"
-"""The key of an embedding's .json with the digest of its rows."""
+DIGEST = "rows_sha256"  # the key of an embedding's .json with the digest of its rows
 _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 """Facts of an embedding whose differences are described separately."""
 
@@ -41,9 +40,7 @@ _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 @dataclass(frozen=True)
 class Parts:
     """A folder with the array of one embedding, `images` rows of `shape` in NumPy's `dtype`, and a record of progress.
-
-    A part, some thousand rows, counts once its record is there: a .json with the names of its unreadable images.
-    """
+    A part, some thousand rows, counts once its record is there: a .json with the names of its unreadable images."""
 
     folder: Path
     images: int
@@ -170,8 +167,7 @@ def _write_npy(path: Path, parts: Parts, source: Source) -> None:
 
 
 def _write_parquet(path: Path, parts: Parts, source: Source) -> None:
-    """Write columns name, label, class and features, a row group for each part; maps are flat, and the metadata of the
-    file has their shape."""
+    """Write columns name, label, class and features (flat; the metadata have the shape), a row group for each part."""
     parquet = import_parquet()
     import pyarrow
 

@@ -31,8 +31,7 @@ _CONCERNS = {
     **dict.fromkeys(("k", "temperature"), ("knn",)),
     "workers": (*_OF_IMAGES, "oxford", "paris"),
     "benchmark_root": BENCHMARKS,
-}
-"""Option -> the evaluations that it affects; options that are not listed affect all."""
+}  # option -> the evaluations that it affects; options that are not listed affect all
 
 
 def run(options: EvalOptions) -> Result:
@@ -46,10 +45,8 @@ def run(options: EvalOptions) -> Result:
         preflight_eval(name, settings, lambda: (None, None))
     for name, concerned in _CONCERNS.items():
         if getattr(options, name) is not None and not set(concerned) & set(options.evals):
-            raise ConfigError(
-                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
-                f"add one to --evals, or leave --{name} out"
-            )
+            problem = f"--{name} changes nothing of {', '.join(options.evals)}"
+            raise ConfigError(f"{problem}: it is for {', '.join(concerned)}; add one to --evals, or leave --{name} out")
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, process.device())
@@ -98,8 +95,7 @@ def _settings(options: EvalOptions) -> Settings:
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
-    """Training and test images: those that the options name, else the run's. A folder alone has no test images, except
-    those that the run holds out."""
+    """Training and test images: the options', else the run's. A folder alone has none but held-out test images."""
     source, root, test_root = options.source, options.root, options.test_root
     if recipe := recipe_of(options.model, source, root):
         data, share = recipe.data, recipe.eval.val_share
@@ -116,8 +112,7 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
 
 
 def _check_places(options: EvalOptions) -> None:
-    """Check that results can be written, before evaluations that may take hours, and that none in `out` would be
-    replaced. Raises ConfigError."""
+    """Check, before hours of work, that results can be written and replace none in `out`. Raises ConfigError."""
     paths = _places(options.model, options.out)
     for path in paths:
         try:

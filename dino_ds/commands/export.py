@@ -14,9 +14,7 @@ from dino_ds.options.definition import ExportOptions, Result
 
 def run(options: ExportOptions) -> Result:
     """Write `model` as `format`, a key of FORMATS, to `out`.
-
-    Raises ConfigError, CheckpointError. No existing file is overwritten.
-    """
+    Raises ConfigError, CheckpointError. No existing file is overwritten."""
     from dino_ds.evals.features import crop_pct_of
     from dino_ds.weights.export import FORMATS, timm_config
     from dino_ds.weights.load import load
@@ -31,10 +29,9 @@ def run(options: ExportOptions) -> Result:
     if options.format == "timm":
         crop_pct = timm_config(backbone)["pretrained_cfg"]["crop_pct"]
         bound, other_crop_pct = ("more than", 0.875) if crop_pct == 1 else ("at most", 1)
-        notes.append(
-            f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does; where the "
-            f"shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
-        )
+        said = f"crop_pct is {crop_pct:g}: with it timm and transformers prepare images as dino_ds does"
+        other = f"where the shorter side has {bound} {backbone.image_size} pixels, set it to {other_crop_pct}"
+        notes.append(f"{said}; {other}")
     if options.format != "safetensors" and backbone.value_range is not None:
         notes.append("scale images deeper than 8 bits by the value_range that it holds, not by 255")
     facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}
@@ -42,8 +39,7 @@ def run(options: ExportOptions) -> Result:
 
 
 def check(options: ExportOptions) -> Path:
-    """Check packages, and the place of the export, which is returned; without torch, so that an error comes at once.
-    Raises ConfigError."""
+    """Check packages and the place of the export, which is returned; without torch, to be fast. Raises ConfigError."""
     source = Path(os.path.expanduser(options.model))
     ending = "-timm" if options.format == "timm" else f".{options.format}"  # of timm's folder, or of a file
     if options.out is not None:

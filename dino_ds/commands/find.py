@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +34,7 @@ from dino_ds.options.definition import CurateOptions, FindOptions, Result
 from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
 from dino_ds.weights.load import load
 
-LINES, COLUMNS = 12, 8
-"""Rows and columns of pictures on a sheet, at most."""
+LINES, COLUMNS = 12, 8  # rows and columns of pictures on a sheet, at most
 _THUMBNAIL, _BLOCK = 96, 4096
 
 
@@ -92,20 +92,18 @@ class Embedded:
         reading = Reading(_thumbnail, None, self.about["value_range"], channels=len(self.normalization.mean))
         with tempfile.TemporaryFile(dir=folder) as file:
             pixels = np.memmap(file, np.float16, "w+", shape=(len(rows), SIDE * SIDE))
-        batches = load_batches(
-            LabeledImages(self.source, rows, reading), self.source, None, "look", batch_size=reading.batch
-        )
+        labeled = LabeledImages(self.source, rows, reading)
+        batches = load_batches(labeled, self.source, None, "look", batch_size=reading.batch)
         for images, places, _ in batches:
             pixels[places[:, 0].numpy()] = images.flatten(1).numpy()
         return pixels
 
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""
-        try:
+        with suppress(UnreadableImage):
             image = decode.open_image(self.source, index, None, channels=len(self.normalization.mean))
-        except UnreadableImage:
-            return 0
-        return max(image.height, image.width)
+            return max(image.height, image.width)
+        return 0
 
     def listed(self, rows: Iterable[int]) -> tuple[str, bytes]:
         """The ending and the content of a list of these images: a .txt that `data.root` reads, or, where images are no
@@ -168,14 +166,11 @@ def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     if DIGEST not in about:
         notes.append(f"{beside} has no {DIGEST}: whether the rows are in the order of the images is not known")
     elif about[DIGEST] != digest_of_rows(blocks):
-        raise DataError(
-            f"{path} has other rows than {beside.name} describes, or in another order: bring back both files of one "
-            "dino-ds embed, or embed again"
-        )
+        problem = f"{path} has other rows than {beside.name} describes, or in another order"
+        raise DataError(f"{problem}: bring back both files of one dino-ds embed, or embed again")
     source = find_images(images[0], images[1], options.root or images[2])
     notes += getattr(source, "notes", ())
-    changes = image_set.changed_images(about, image_set.facts_of_images(source))
-    if changes:
+    if changes := image_set.changed_images(about, image_set.facts_of_images(source)):
         raise DataError(f"the images have changed since {path} was made ({changes}): embed again")
     embedded = Embedded(rows, source, about, options.memory_gib, notes)
     if not len(embedded.vectors):
@@ -249,9 +244,8 @@ def _row_of(embedded: Embedded, image: str) -> int | str:
     is_number = image.isdecimal() and int(image) < len(source)
     row = int(image) if is_number else next((i for i in range(len(source)) if source.name(i) == image), None)
     if row is None:
-        raise ConfigError(
-            f"{image} is no file, nor the name or the number (0 to {len(source) - 1}) of a row of features"
-        )
+        known = f"the name or the number (0 to {len(source) - 1}) of a row of features"
+        raise ConfigError(f"{image} is no file, nor {known}")
     if row not in embedded.vectors.chosen:
         raise ConfigError(f"{source.name(row)} could not be read when it was embedded: ask for another image")
     return row
@@ -266,10 +260,8 @@ def _features(embedded: Embedded, files: list[str], weights: str | None) -> list
     model = load(weights or about["origin"]["model"], device)
     made_by = embed.facts_of_network(model, about["what"], about["size"], about["value_range"])
     if differ := [name for name, value in json.loads(json.dumps(made_by)).items() if value != about[name]]:
-        raise ConfigError(
-            f"{model.source} is not what made these features ({', '.join(differ)} differ): give that with --model, "
-            "such as RUN/checkpoints/step_N, or embed again"
-        )
+        problem = f"{model.source} is not what made these features ({', '.join(differ)} differ)"
+        raise ConfigError(f"{problem}: give that with --model, such as RUN/checkpoints/step_N, or embed again")
     describe = embed.describing(model, about["what"])
     try:
         images = (embedded.pixels(file, about["size"])[None].to(device) for file in files)

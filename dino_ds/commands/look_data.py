@@ -35,20 +35,15 @@ from dino_ds.report.draw import INK
 _NAMED, _ALIKE = 20, 3
 """Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
-_LINE = 1.1
-"""Height of a local crop, inches; an image and a global crop are two lines high."""
-_MARGIN = 0.6
-"""Inches above the first image and below the last."""
-_ORIGINAL, _GLOBAL = 3, 2
-"""Columns of the grid that an image and a global crop take; a local crop takes one."""
+_LINE = 1.1  # height of a local crop, inches; an image and a global crop are two lines high
+_MARGIN = 0.6  # inches above the first image and below the last
+_ORIGINAL, _GLOBAL = 3, 2  # columns of the grid that an image and a global crop take; a local crop takes one
 
 
 def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Result:
     """Draw the first `images` images that a run of this recipe trains on, with their crops in its first epoch, into
     `out` (.png), and return statistics of `sample` images drawn at random (0 = all).
-
-    Raises ConfigError for impossible arguments, DataError without readable images.
-    """
+    Raises ConfigError for impossible arguments, DataError without readable images."""
     png = _check(options.out)
     source = sources.training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
@@ -58,9 +53,8 @@ def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Resu
         range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]
     data, channels = recipe.data, recipe.model.in_chans
     facts = look_at(source, options.sample, recipe)
-    measured = normalization.measure_channels(
-        (fact.values for fact in facts if not fact.problem), channels, data.known_range
-    )
+    values = (fact.values for fact in facts if not fact.problem)
+    measured = normalization.measure_channels(values, channels, data.known_range)
     statistics = {
         "source": data.source,
         "root": data.place if data.mixture else data.root,
@@ -72,20 +66,17 @@ def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Resu
     rows = list(islice(_sheet_rows(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels")
-    sheet = draw_sheet(
-        rows, f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
-    )
+    title = f"{len(rows)} of {len(source):,} images and what the network sees of them: {_crops(recipe)}"
+    sheet = draw_sheet(rows, title)
     with files.replacing(png) as path:
         sheet.savefig(path, format="png")
     return definition.Result(statistics, report(statistics), [f"note: {note}" for note in getattr(source, "notes", ())])
 
 
 def _check(out: str | None) -> Path:
-    if out is None:
-        path = Path(files.free_stem(None, Path("look-data"), [".png"]) + ".png")
-    else:
-        path = Path(os.path.expanduser(out))
-        files.check_absent(path)
+    default = files.free_stem(None, Path("look-data"), [".png"]) + ".png"
+    path = Path(default if out is None else os.path.expanduser(out))
+    files.check_absent(path)
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -96,11 +87,8 @@ def _check(out: str | None) -> Path:
 def _crops(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
     masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    parts = [
-        f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}",
-        *normalization.shown_channels(recipe.model.in_chans),
-    ]
-    return "; ".join(parts)
+    how = f"{crops} px (orange: global, blue: local crops), augmentation {recipe.crops.augment}{masks}"
+    return "; ".join([how, *normalization.shown_channels(recipe.model.in_chans)])
 
 
 def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
@@ -108,10 +96,8 @@ def look_at(source: Source, count: int, recipe: Recipe) -> list[ImageFacts]:
     count = min(count or len(source), len(source))
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
     dataset = FactsOf(source, recipe.data.max_pixels, recipe.model.in_chans, recipe.data.known_range)
-    loader: DataLoader[ImageFacts] = DataLoader(
-        dataset, batch_size=16, sampler=chosen, collate_fn=list, **worker_options(recipe.data.workers)
-    )
-    facts: list[ImageFacts] = []
+    options, facts = worker_options(recipe.data.workers), list[ImageFacts]()
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=16, sampler=chosen, collate_fn=list, **options)
     with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
         for batch in batches:
             facts += batch
@@ -159,34 +145,24 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
-    classes = None  # of the whole dataset: labels are known without reading an image
+    files_of_bad = [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad]
+    classes: dict[str, Any] | None = None  # of the whole dataset: labels are known without reading an image
     if source.labels is not None and source.classes is not None:
         labels = np.asarray(source.labels)
         counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
-        classes = {
-            "count": len(source.classes),
-            "unlabelled": int((labels < 0).sum()),
-            "images": _spread(counts),
-            "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
-        }
+        of_each = dict(zip(source.classes, counts.tolist(), strict=False))
+        classes = {"count": len(source.classes), "unlabelled": int((labels < 0).sum())}
+        classes |= {"images": _spread(counts), "counts": of_each}
     by_type: dict[str, Any] = {}  # images by type of their stored values, and the extremes of types deeper than uint8
     for name, images in Counter(fact.values.type for fact in good).items():
         by_type[name] = {"images": images}
         if name != "uint8":
             some = [fact.values for fact in good if fact.values.type == name]
             by_type[name] |= {"min": min(values.low for values in some), "max": max(values.high for values in some)}
-    return {
-        "images": len(source),
-        "looked_at": len(facts),
-        "unreadable": {
-            "count": len(bad),
-            "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
-        },
-        "width": _spread(np.array([fact.width for fact in good])),
-        "height": _spread(np.array([fact.height for fact in good])),
-        "values": by_type,
-        "classes": classes,
-    }
+    sides = {side: _spread(np.array([getattr(fact, side) for fact in good])) for side in ("width", "height")}
+    unreadable = {"count": len(bad), "files": files_of_bad}
+    whole = {"images": len(source), "looked_at": len(facts), "unreadable": unreadable}
+    return {**whole, **sides, "values": by_type, "classes": classes}
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -242,8 +218,7 @@ def _range_text(values: dict[str, float]) -> str:
 def _sheet_rows(source: Source, recipe: Recipe) -> Iterator[SheetRow]:
     """Yield the readable images in the order of a run's first epoch, with their crops in that epoch."""
     data, channels = recipe.data, recipe.model.in_chans
-    multicrop = MultiCrop.of(recipe)
-    options = LoaderOptions.of(recipe, global_batch=1)
+    multicrop, options = MultiCrop.of(recipe), LoaderOptions.of(recipe, global_batch=1)
     dataset = MultiCropDataset(source, multicrop, options)
     order = ResumableSampler(len(source), options, feed.Position(), mixture.draws_in(source))
     for keys in islice(order, len(source)):
@@ -274,8 +249,7 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One image and its crops as RGB pictures, the first `num_global` drawn large; boxes: each crop's left, top, right
-    and bottom in the image."""
+    """One image and its crops as RGB pictures, `num_global` of them drawn large; boxes: left, top, right, bottom."""
 
     name: str
     original: Image.Image

@@ -2,8 +2,7 @@
 
 model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
 known = model.embed("images")                      # vectors, names, labels
-model.similar("one.jpg", known)                    # the nearest of them
-"""
+model.similar("one.jpg", known)                    # the nearest of them"""
 
 from __future__ import annotations
 

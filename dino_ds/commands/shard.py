@@ -17,18 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.basics.files import discard_left_over, is_url, replace_file, replacing
-from dino_ds.data.batches import started, worker_options
+from dino_ds.data import batches, image_set, sources, tar_members
 from dino_ds.data.decode import ENDINGS, EXTENSIONS, EncodedImage
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.image_set import facts_of_images
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.shards import CLASSES, INDEX
-from dino_ds.data.sources import build_source
-from dino_ds.data.tar_members import index_line
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.commands import ShardOptions
-from dino_ds.options.definition import Result
+from dino_ds.options import commands, definition
 
 _CHECKSUMS, _BAD = "checksums.sha256", "unreadable.txt"
 """Files beside the shards: a line for each finished shard, and for each unreadable image."""
@@ -37,19 +33,26 @@ _MOST_PARTS = 64  # most parts of a path in a shard: not every file system takes
 _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
 
-def run(options: ShardOptions) -> Result:
+def run(options: commands.ShardOptions) -> definition.Result:
     """Write the shards into `out`; the same command after an interruption continues where it stopped. Raises
     ConfigError for impossible options, DataError for images or a disk that can't be used."""
     begin = time.monotonic()
     if is_url(options.out):
         raise ConfigError(f"--out {options.out} is not a folder: write the shards to a disk, then copy them there")
-    images = build_source("folder", options.root, "train", False)
+    images = sources.build_source("folder", options.root, "train", False)
     assert isinstance(images, EncodedImages)  # all forms of data.root are
     folder = Path(os.path.expanduser(options.out))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        plan = {"shard_size": options.shard_size, "shrink": options.shrink, **facts_of_images(images)}
-        _begin_or_continue(folder / "shards.json", json.dumps(plan, indent=1))
+        plan = {"shard_size": options.shard_size, "shrink": options.shrink, **image_set.facts_of_images(images)}
+        path, content = folder / "shards.json", json.dumps(plan, indent=1)
+        if not path.is_file() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty: give --out a new folder")
+        if not path.is_file():
+            replace_file(path, content)
+        elif path.read_text() != content:
+            others = f"{folder} holds other shards, of other images, --shard_size or --shrink than now"
+            raise ConfigError(f"{others}: give another --out, or remove it")
         shards = _Shards(folder, images, options.shrink, options.shard_size)
         _write_missing(shards, options.workers)
         bad = [*dict.fromkeys(_lines(folder / _BAD))]
@@ -70,18 +73,7 @@ def run(options: ShardOptions) -> Result:
         lines.append(f"{left_out}; all are in {folder / _BAD}")
     lines += [f"note: {note}" for note in getattr(images, "notes", ())]
     lines.append(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {_CHECKSUMS}")
-    return Result(facts, "\n".join(lines))
-
-
-def _begin_or_continue(path: Path, plan: str) -> None:
-    """Write a description of the shards into a new folder, or compare it with theirs. Raises ConfigError for others."""
-    if not path.is_file() and any(path.parent.iterdir()):
-        raise ConfigError(f"{path.parent} is not empty: give --out a new folder")
-    if not path.is_file():
-        replace_file(path, plan)
-    elif path.read_text() != plan:
-        others = f"{path.parent} holds other shards, of other images, --shard_size or --shrink than now"
-        raise ConfigError(f"{others}: give another --out, or remove it")
+    return definition.Result(facts, "\n".join(lines))
 
 
 class _Shards(Dataset[tuple[str, list[str], str]]):
@@ -106,7 +98,7 @@ class _Shards(Dataset[tuple[str, list[str], str]]):
                 with part.open("rb") as file:
                     while block := file.read(2**20):
                         digest.update(block)
-                line = index_line(part, self.names[number])
+                line = tar_members.index_line(part, self.names[number])
             return digest.hexdigest(), bad, line
         except OSError as error:  # from a worker, torch would raise it with a traceback as its text
             return "", [f"{self.folder}: {error.strerror or error}"], ""
@@ -145,21 +137,19 @@ def _write_missing(shards: _Shards, workers: int | None) -> None:
     missing = [number for number, name in enumerate(shards.names) if name not in done or name not in indexed]
     for file, lines in ((path, done), (index, indexed)):
         _write_text(file, [lines[name] for name in done if name in indexed])
-    options = worker_options(min(workers or len(usable_cores()), max(1, len(missing))))
+    options = batches.worker_options(min(workers or len(usable_cores()), max(1, len(missing))))
     loader: DataLoader[Any] = DataLoader(shards, batch_size=1, sampler=missing, collate_fn=list, **options)
     todo = sum(len(shards.range_of(number)) for number in missing)
     bar = tqdm(total=len(shards.images), initial=len(shards.images) - todo, desc="sharding", unit=" images")
-    with started(loader, shards.images) as records, bar:
+    with batches.started(loader, shards.images) as records, bar:
         for number in missing:
             try:
                 [(digest, unreadable, line)] = next(records)
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
-                raise DataError(
-                    "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
-                    "try fewer --workers"
-                ) from None
+                problem = "a process that writes shards was killed, perhaps for want of memory"
+                raise DataError(f"{problem}: the same command continues; try fewer --workers") from None
             if not digest:
                 raise DataError(unreadable[0])
             _append(shards.folder / _BAD, unreadable)

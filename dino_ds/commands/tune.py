@@ -37,12 +37,10 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_gib": ("measured", gib),
     "loader": ("loader alone, images/s", lambda value: number(value, 3)),
     "wait": ("wait in the step", lambda value: percent(100 * value)),
-}
-"""Titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them."""
+}  # titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them
 _PARTS = {"data": "wait for images", COPY: "copy"} | {part: part for part in (AUGMENTATION, *PARTS[1:])}
 """Titles of the parts of a step."""
-Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]
-"""A title, a header, rows, and a note or ""."""
+Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # a title, a header, rows, and a note or ""
 
 
 def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str, request: Request) -> Result:
@@ -51,7 +49,12 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     import torch
 
     page = Path(options.out)
-    _check_files(page, options)
+    if page.suffix != ".html" or not page.absolute().parent.is_dir():
+        raise ConfigError(f"--out {page} must be an .html file in a folder that exists")
+    if taken := [path for path in (page, page.with_suffix(".json")) if path.exists() and not options.resume]:
+        raise ConfigError(f"{taken[0]} exists: --resume goes on with its trials, --out NAME.html takes another name")
+    if options.write:
+        fit.check_new(Path(options.write))
     for root in filter(None, roots_of(recipe.data)):
         check_root(root)
     init_distributed()
@@ -83,16 +86,6 @@ def run(options: BenchTuneOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     for title, header, rows, note in tables:
         lines += ["", title, markdown_table(header, rows) if header else "\n".join(map("".join, rows)), note]
     return Result(facts, "\n".join([*lines, f"page     {page}, {page.with_suffix('.json')}"]), error=error)
-
-
-def _check_files(page: Path, options: BenchTuneOptions) -> None:
-    if page.suffix != ".html" or not page.absolute().parent.is_dir():
-        raise ConfigError(f"--out {page} must be an .html file in a folder that exists")
-    taken = [path for path in (page, page.with_suffix(".json")) if path.exists() and not options.resume]
-    if taken:
-        raise ConfigError(f"{taken[0]} exists: --resume goes on with its trials, --out NAME.html takes another name")
-    if options.write:
-        fit.check_new(Path(options.write))
 
 
 def _verdict(search: Search, noise: float) -> str:
@@ -195,10 +188,5 @@ def _bars(search: Search) -> Iterator[tuple[str, list[tuple[str, str, list[tuple
     ):
         most = max((value for parts in values.values() for value in parts.values()), default=1.0)
         shown = dict.fromkeys(part for parts in values.values() for part in parts if parts[part] >= 0.01 * most)
-        rows = [
-            (f"{part}, {name}", show(parts[part]), [(_COLORS[name], parts[part])])
-            for part in shown
-            for name, parts in values.items()
-            if part in parts
-        ]
-        yield title, rows, most
+        bars = [(part, name, parts[part]) for part in shown for name, parts in values.items() if part in parts]
+        yield title, [(f"{part}, {name}", show(size), [(_COLORS[name], size)]) for part, name, size in bars], most

@@ -18,12 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.basics.files import is_url, read_lines
+from dino_ds.data import remote, remote_request
 from dino_ds.data.decode import EXTENSIONS, is_image_file, is_left_out, note_left_out
 from dino_ds.data.encoded import FolderKeys, ListedFiles, key_on, real_folder, size_and_time
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, is_hidden, label_arrays, printable
-from dino_ds.data.remote import FilePiece, Remote
-from dino_ds.data.remote_request import check_url
 from dino_ds.errors import DataError
 
 _LOOKED_AT = 20  # lines of a list that are checked to be files
@@ -35,11 +34,9 @@ _FRESH_NANOSECONDS = 2_000_000_000
 
 class ImageFolder(ListedFiles):
     """All images under `root`, sorted by path.
-
     Labels are the first-level folders if every image lies in one and there are at least two; folders named train, val
     or test are not classes. Names that begin with a dot are ignored. The list comes from the cache while the times of
-    all folders are unchanged. Raises DataError if there are no images.
-    """
+    all folders are unchanged. Raises DataError if there are no images."""
 
     def __init__(self, root: str) -> None:
         folder = Path(os.path.expanduser(root))
@@ -59,16 +56,14 @@ class ImageFolder(ListedFiles):
 
 class ListFile(ListedFiles):
     """Images in the order of a file's lines, `path` or `path<TAB>class`; paths are relative to the file's folder.
-
     Empty lines, comments (#) and hidden files are ignored. The parsed list comes from the cache while the file's size
-    and time are unchanged. Raises DataError if no image is listed, or if none of 20 lines is a file.
-    """
+    and time are unchanged. Raises DataError if no image is listed, or if none of 20 lines is a file."""
 
     def __init__(self, path: str) -> None:
         listed = path if is_url(path) else str(Path(os.path.expanduser(path)).absolute())
         self._folder = os.path.dirname(listed)
         try:
-            text = Remote().read(FilePiece(listed)) if is_url(listed) else None
+            text = remote.Remote().read(remote.FilePiece(listed)) if is_url(listed) else None
             state = size_and_time(os.stat(listed)) if text is None else hashlib.sha256(text).hexdigest()
             super().__init__("list", f"{listed}\n{state}", lambda: _parse(listed, text))
         except OSError as error:
@@ -120,12 +115,13 @@ def _build(root: Path) -> Contents:
     notes = note_left_out(path for folder in folders.values() for path in folder.others)
     if not len(names):
         files = sum(folder.files for folder in folders.values())
-        inside = [os.fsdecode(name) for name in sorted([*folders[b""].folders, *folders[b""].linked])]
-        seen = f"{len(inside)} folders" + (f": {' '.join(inside[:5])}" if inside else "")
-        looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{' ...' if len(inside) > 5 else ''}"
-        listed = "; a .txt list may name images of other endings" if files else ""
-        empty = f"no images under {root} ({looked}{listed}). Give the folder that holds the images"
-        raise DataError("; ".join([empty, *notes]))
+        inside = list(map(os.fsdecode, sorted([*folders[b""].folders, *folders[b""].linked])))
+        seen = f"{len(inside)} folders{': ' * bool(inside)}{' '.join(inside[:5])}{' ...' * (len(inside) > 5)}"
+        listed = "; a .txt list may name images of other endings" * bool(files)
+        looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{listed}"
+        raise DataError(
+            "; ".join([f"no images under {root} ({looked}). Give the folder that holds the images", *notes])
+        )
     times = np.array([folder.time for folder in folders.values()])
     times[times > begin - _FRESH_NANOSECONDS] = -1
     for path in folders:
@@ -149,8 +145,7 @@ def _is_current(root: str, known: Listing) -> bool:
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
-    """Folders of the tree by relative path; a folder with several links is read once, under its real path if that is
-    inside the tree. Raises DataError for a folder that can't be read."""
+    """Folders of the tree by relative path, each read once, under its real path if inside. Raises DataError."""
     tree, seen = dict[bytes, _Folder](), set[tuple[int, int]]()
     level, linked, part = [b""], list[bytes](), key_on(os.stat(root).st_dev, 0)
     bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)
@@ -170,8 +165,7 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
 
 def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
     images, folders, linked, others, files = list[bytes](), list[bytes](), list[bytes](), list[bytes](), 0
-    here = os.path.join(os.fsencode(root), path)
-    prefix = path + b"/" if path else b""
+    here, prefix = os.path.join(os.fsencode(root), path), path + b"/" if path else b""
     try:
         state = os.stat(here)  # before the scan: files added during it change the time
         file_keys, keys = FolderKeys(state.st_dev), array("Q")
@@ -195,8 +189,7 @@ def _read_folder(root: Path, path: bytes, of_device: int) -> _Folder:
     except OSError as error:
         problem = f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}"
         raise DataError(f"{problem}; fix its permissions or link") from None
-    time = state.st_mtime_ns if state.st_mtime_ns > 0 else -1
-    identity = (state.st_dev, state.st_ino)
+    time, identity = state.st_mtime_ns if state.st_mtime_ns > 0 else -1, (state.st_dev, state.st_ino)
     return _Folder(path, time, identity, b"\0".join(images), keys, sorted(folders), sorted(linked), files, others)
 
 
@@ -236,7 +229,7 @@ def _parse(path: str, text: bytes | None) -> Contents:
         below = name.removeprefix(folder)
         if is_url(url := os.fsdecode(name)):
             elsewhere = True
-            check_url(url, f"line {number + 1} of {printable(path)}")
+            remote_request.check_url(url, f"line {number + 1} of {printable(path)}")
         if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
             hidden.append(name)
             continue
@@ -246,8 +239,7 @@ def _parse(path: str, text: bytes | None) -> Contents:
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
     example = printable(os.fsdecode(hidden[0])) if hidden else ""
     note = f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot"
-    about = {"notes": [note] if hidden else [], "elsewhere": elsewhere}
-    return Contents({**names.arrays("names"), **arrays}, about)
+    return Contents({**names.arrays("names"), **arrays}, {"notes": [note] * bool(hidden), "elsewhere": elsewhere})
 
 
 def describe_missing(root: Path) -> str:

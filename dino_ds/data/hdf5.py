@@ -24,11 +24,9 @@ _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded fil
 
 class Hdf5Images(RowImages):
     """The images of a dataset, file after file: the dataset called `name`, or the only one that fits.
-
     A row is read like a .npy file with its values. A dataset beside it with a name of `_LABELS`, one number an image,
     has the classes. References to other files are refused: external and soft links, virtual datasets, external storage.
-    Raises ConfigError without h5py, DataError for a file that can't be read or has no such dataset.
-    """
+    Raises ConfigError without h5py, DataError for a file that can't be read or has no such dataset."""
 
     def __init__(self, files: list[str], name: str | None = None) -> None:
         import_h5py()

@@ -25,10 +25,8 @@ _READ = 64  # images whose content is hashed: a small batch, and enough to notic
 @dataclass(frozen=True)
 class ImageSet:
     """Description of a set of images.
-
     Samples take the smallest hashes, 1,024 for sizes and 64 for contents, so that two sets sample the same names: sets
-    of up to 1,024 images are compared whole, larger ones by the same part every time.
-    """
+    of up to 1,024 images are compared whole, larger ones by the same part every time."""
 
     count: int
     names: str  # hash of all names in their order

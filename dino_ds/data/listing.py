@@ -1,8 +1,7 @@
 """Lists of millions of images in memory-mapped files, which cost each process almost nothing, and classes of images.
 
 A list (numpy arrays and a JSON object, as safetensors) lies in the user's cache under a name that is used once, so that
-a source is pickled for loader processes as a path.
-"""
+a source is pickled for loader processes as a path."""
 
 from __future__ import annotations
 
@@ -195,8 +194,7 @@ class Labels(Sequence[int]):
 
 
 class FolderLabels:
-    """Classes from the first folder of each path, if every path has a folder and there are at least two of them, not
-    all called train, val or test."""
+    """Classes from the first folders of all paths, if there are at least two, not all called train, val or test."""
 
     def __init__(self) -> None:
         self._numbers, self._labels, self._everywhere = dict[bytes, int](), array("i"), True
@@ -242,7 +240,7 @@ def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.nda
 def note_unnamed(places: Iterable[str]) -> list[str]:
     """A note on classes that have only numbers in several places, if there are several."""
     several = list(dict.fromkeys(places))
-    some = ", ".join([*several[:3], "..."] if len(several) > 3 else several)
+    some = ", ".join([*several[:3], *["..."] * (len(several) > 3)])
     note = f"the classes of {some} are numbers without names: equal numbers are taken for the same class"
     return [note] if len(several) > 1 else []
 

@@ -13,8 +13,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from dino_ds.data.encoded import RowImages, naming_file
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data import encoded, images
 from dino_ds.data.listing import LABEL_NAMES, Labels, join_classes, note_unnamed, printable
 from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError
@@ -39,13 +38,11 @@ _Location = tuple[str, tuple[int, ...] | None, _RemoteParquet | None]
 """A file, its size and time on a disk, and what it is elsewhere."""
 
 
-class ParquetImages(RowImages):
+class ParquetImages(encoded.RowImages):
     """The rows of Parquet files, file after file.
-
     The image column is binary, or a struct with `bytes`. Classes come from a label column of whole numbers or texts,
     else from folders label=CLASS; Hugging Face stores the names of numbers in the schema's metadata. Raises ConfigError
-    without pyarrow, DataError for a file that can't be read, has no image column, or has row groups that are too large.
-    """
+    without pyarrow, DataError for a file that can't be read, or has no image column or too large row groups."""
 
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
         import_parquet()
@@ -58,7 +55,7 @@ class ParquetImages(RowImages):
         groups, ends, has_bytes = list[tuple[int, int]](), list[int](), False
         labels, names = list[list[Any]](), list[list[str]]()
         for number, file in enumerate(self._files):
-            with naming_file(file, "Parquet"):
+            with encoded.naming_file(file, "Parquet"):
                 opened = _parquet_file(self._location(number))
                 if number == 0:
                     schema = opened.schema_arrow
@@ -74,10 +71,9 @@ class ParquetImages(RowImages):
                     groups.append((ends[-1], group))
                     ends[-1] += opened.metadata.row_group(group).num_rows
                     if _bytes_of(opened, group, self._column) > _MOST_BYTES:
-                        raise DataError(
-                            f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB of images,"
-                            " and each is read with its whole group: write groups of 100 rows (row_group_size=100)"
-                        )
+                        large = f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB"
+                        remedy = "write groups of 100 rows (row_group_size=100)"
+                        raise DataError(f"{large} of images, and each is read with its whole group: {remedy}")
                     has_bytes = has_bytes or _has_bytes(opened, group, self._column)
                     if label is not None:
                         for part in _read_parts(opened, group, label):
@@ -105,7 +101,7 @@ class ParquetImages(RowImages):
         if isinstance(data, dict):
             data = data["bytes"]
         if not data:
-            raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
+            raise images.UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
@@ -259,10 +255,9 @@ def _merge_class_names(labels: list[list[Any]], names: list[list[str]], files: l
         return names[0]
     for values, some, file in zip(labels, names, files, strict=True):
         if not all(value is None or value < len(some) for value in values):
-            raise DataError(
-                f"{printable(file)} has class numbers without names, unlike other files: write them into all files "
-                "(with datasets: ClassLabel), or give the files as parts of data.mixture"
-            )
+            problem = f"{printable(file)} has class numbers without names, unlike other files"
+            remedy = "write them into all files (with datasets: ClassLabel), or give the files as parts of data.mixture"
+            raise DataError(f"{problem}: {remedy}")
     classes, joined = join_classes(names)
     for values, numbers in zip(labels, joined, strict=True):
         values[:] = [int(numbers[-1 if value is None or value < 0 else value]) for value in values]

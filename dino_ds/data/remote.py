@@ -1,6 +1,4 @@
-"""Files in buckets and on web servers: found, read in pieces that are asked for together and checked, and kept on a
-disk that the processes of a machine share.
-"""
+"""Files in buckets and on web servers: found, read in pieces that are fetched together and checked, kept on a disk."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def is_there(url: str) -> bool:
 
 
 def known_states(urls: Sequence[str]) -> dict[str, list[int]]:
-    """Size and tag of those files that are there; more than 8 in a bucket's folder are found by listing it. Raises
-    DataError."""
+    """Size and tag of those files that are there; more than 8 in a bucket's folder are listed. Raises DataError."""
     folders = Counter(map(os.path.dirname, urls))
     listed = {folder for folder, count in folders.items() if count > 8 and not folder.startswith("http")}
     known = {url: state for folder in listed for url, state in list_folder(folder).items()}
@@ -108,14 +105,12 @@ def find_states(urls: Sequence[str]) -> list[list[int]]:
 def remote_with_room(
     urls: Sequence[str], states: Sequence[Sequence[int]], needed: int, gib: float
 ) -> tuple[Remote, list[str]]:
-    """The way to `needed` bytes of files, with a cache of `gib`; and lines for the log: how much of them stays, and
-    where changes can't be noticed."""
+    """The way to `needed` bytes of files, `gib` of them cached; and lines on how much stays, and unnoticed changes."""
     notes = list[str]()
     if untagged := [url for url, (_, tag) in zip(urls, states, strict=True) if not tag]:
-        notes.append(
-            f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {len(untagged)} of "
-            f"{len(urls)} files: changes of equal size can't be noticed there, and nothing is kept for other runs"
-        )
+        files = f"{len(untagged)} of {len(urls)} files"
+        said = f"the server of {printable(untagged[0])} gives neither ETag nor Last-Modified for {files}"
+        notes.append(f"{said}: changes of equal size can't be noticed there, and nothing is kept for other runs")
     amount = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
     if not gib:
         return Remote(), [*notes, f"{amount} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
@@ -170,8 +165,7 @@ class Remote:
             self._ahead |= dict.fromkeys(group, begin(_fetch(group, self._cache, self._seconds)))
 
     def read(self, piece: FilePiece) -> bytes:
-        """The bytes of a piece, or of a part of one that was prepared. Raises DataError with its place, or
-        FileNotFoundError for a whole file."""
+        """The bytes of a piece, or part of a prepared one. Raises DataError, or FileNotFoundError for a whole file."""
         if piece in self._ahead:
             return self._ahead[piece].result()[piece]
         for whole, future in self._ahead.items():
@@ -235,12 +229,10 @@ class _RemoteFile(io.RawIOBase):
 
 class RemoteCache:
     """At most `size` bytes of pieces, of all images and runs together.
-
     Each remote file has a sparse file here, in which a piece lies at its own place. Behind the end is a mark for each
     piece, its length and CRC-32, which is written last and compared at each read: what a killed process has left half
     is fetched again, and no process waits for another. The files of a run's images stay: where an epoch does not fit, a
-    part that stays saves more than the latest pieces. Files of other images go, the least recently used first.
-    """
+    part that stays saves more than the latest pieces. Files of other images go, the least recently used first."""
 
     def __init__(self, size: int) -> None:
         self.size, self.folder = size, os.path.join(cache_folder(), "remote")

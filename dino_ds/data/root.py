@@ -7,17 +7,15 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.files import is_url
 from dino_ds.basics.names import advise_saved, hub_id
-from dino_ds.config.evaluation import BENCHMARKS
+from dino_ds.config import evaluation, loading, stages
 from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import holds_checkpoint
 from dino_ds.data.decode import archives_in, is_image_file, note_left_out, split_part
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
@@ -33,41 +31,31 @@ _MAX_FILES, _MAX_BRACES = 1_000_000, 50
 ENDINGS = (".txt", *ARCHIVES)  # endings of lists and archives
 _SOURCES: dict[str, Any] = {".tar": TarShards, ".parquet": ParquetImages, **dict.fromkeys(HDF5, Hdf5Images)}
 """The source of several files by their ending: it takes the files, and perhaps a part of them."""
-TRAIN_FOLDERS, TEST_FOLDERS = (
+TRAIN_FOLDERS, TEST_FOLDERS = (  # folder names of a dataset's training and test parts
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
     for names in ("train training", "test testing val valid validation")
 )
-"""Folder names of a dataset's training and test parts."""
+# Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner.
 _HUB_SETS = re.compile(
-    r"(https?://(www\.)?huggingface\.co/datasets/)"
-    r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
+    r"https?://(www\.)?huggingface\.co/datasets/(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
-"""Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner."""
-
-_SETS = {
-    "cifar10": "cifar-10-",
-    "cifar100": "cifar-100-",
-    "stl10": "stl10_binary",
-    "imagenette": "imagenette2",
-    "food101": "food-101",
-    "flowers102": "flowers-102",
-    "pets": "oxford-iiit-pet",
-    "eurosat": "eurosat",
+_SETS = {  # how the name of each torchvision dataset's folder or archive begins
+    **{"cifar10": "cifar-10-", "cifar100": "cifar-100-", "stl10": "stl10_binary", "imagenette": "imagenette2"},
+    **{"food101": "food-101", "flowers102": "flowers-102", "pets": "oxford-iiit-pet", "eurosat": "eurosat"},
 }
-"""How the name of each torchvision dataset's folder or archive begins."""
-_WITHOUT_LABELS = ("statistics", *BENCHMARKS)  # evaluations that need no labeled test images
+_WITHOUT_LABELS = ("statistics", *evaluation.BENCHMARKS)  # evaluations that need no labeled test images
 
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
     """Open images by a folder, a file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
-
     The path of an HDF5 file may name a dataset in it (file.h5:/images). A folder that holds ARCHIVES, but no images or
-    folders, is read as these archives. cache_gib: disk space for remote images. Raises DataError.
-    """
+    folders, is read as these archives. cache_gib: disk space for remote images. Raises DataError."""
     check_root(root)
     path, part = split_part(os.path.expanduser(root))
-    if is_url(path):
+    if is_url(path) and not path.lower().endswith(".txt"):
         return _open_remote(path, root, part, cache_gib)
+    if is_url(path):
+        return ListFile(path)
     if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
         return _open_all(expand(path), root, part)
     if os.path.isfile(path):
@@ -100,7 +88,7 @@ def check_root(root: str, key: str = "data.root") -> None:
     if os.path.isdir(path):
         if saved := advise_saved(path):
             raise DataError(f"{key} {root} {saved}")
-        if holds_checkpoint(Path(path)):
+        if stages.holds_checkpoint(Path(path)):
             raise DataError(f"{key} {root} is the folder of a run: give the folder of the images")
         with contextlib.suppress(OSError), os.scandir(path) as entries:
             if next(entries, None) is None:
@@ -110,10 +98,9 @@ def check_root(root: str, key: str = "data.root") -> None:
         return
     hub_address = _HUB_SETS.match(root)
     if name := hub_id(root) or (hub_address and hub_address["name"]):
-        raise DataError(
-            f"{key} {root} does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
-            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
-        )
+        fetch = f"fetch it first (hf download {name} --repo-type dataset --local-dir DIR)"
+        remedy = f"if {name} is a data set of the Hugging Face Hub, {fetch} and give DIR (folders, .tar and .parquet)"
+        raise DataError(f"{key} {root} does not exist; {remedy}")
     if root.startswith("pipe:"):
         raise DataError(f"{key} {root} is not a local path: mount or copy it, then give {IMAGE_FORMS}")
     if root in SOURCES:
@@ -133,10 +120,9 @@ def check_split(root: str) -> None:
     folder = Path(os.path.expanduser(root))
     train = next((folder / name for name in TRAIN_FOLDERS if (folder / name).is_dir()), None)
     if train and (tests := test_folder(train)):
-        raise ConfigError(
-            f"{root} holds {train.name}/ and {tests.name}/: name the images to train on, {train} (for train, labeled "
-            f"test images: --eval.root {tests}); for all of them a .txt list of their paths"
-        )
+        remedy = f"name the images to train on, {train} (for train, labeled test images: --eval.root {tests})"
+        listed = "for all of them a .txt list of their paths"
+        raise ConfigError(f"{root} holds {train.name}/ and {tests.name}/: {remedy}; {listed}")
 
 
 def test_folder(train: Path) -> Path | None:
@@ -162,7 +148,7 @@ def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> 
             changes["eval.evals"] = ",".join(kept) or "auto"
             note = f"the recipe's eval.evals {', '.join(left_out)} are left out"
             notes.append(f"{note}: they need labeled test images (--eval.root FOLDER)")
-    return change_recipe(recipe, changes) if changes else recipe
+    return loading.change_recipe(recipe, changes) if changes else recipe
 
 
 def _holds_images(root: str, source: str) -> bool:
@@ -203,28 +189,23 @@ def expand(pattern: str) -> list[str]:
 def _braces(pattern: str) -> Iterator[str]:
     """Expand braces as a shell does; braces without a comma or dots are kept."""
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
-        if (options := _options(match[1])) is not None:
-            before, after = pattern[: match.start()], pattern[match.end() :]
-            for option in options:
-                yield from _braces(f"{before}{option}{after}")
-            return
+        options: Iterable[str] = match[1].split(",")
+        if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
+            first, last = int(numbers[1]), int(numbers[2])
+            padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
+            width = max(map(len, numbers.groups())) if padded else 0
+            step = 1 if last >= first else -1
+            options = map(f"{{:0{width}d}}".format, range(first, last + step, step))
+        elif "," not in match[1]:
+            continue
+        for option in options:
+            yield from _braces(f"{pattern[: match.start()]}{option}{pattern[match.end() :]}")
+        return
     yield pattern
 
 
-def _options(inner: str) -> Iterator[str] | None:
-    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inner):
-        first, last = int(numbers[1]), int(numbers[2])
-        padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
-        width = max(map(len, numbers.groups())) if padded else 0
-        step = 1 if last >= first else -1
-        return (f"{n:0{width}d}" for n in range(first, last + step, step))
-    return iter(inner.split(",")) if "," in inner else None
-
-
 def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
-    """Open the address of a list, of archives, or of a folder that directly holds archives."""
-    if path.lower().endswith(".txt"):
-        return ListFile(path)
+    """Open the address of archives, or of a folder that directly holds archives."""
     paths = list[str]()
     if not path.lower().endswith(ARCHIVES):
         paths = [file for file in list_folder(path.rstrip("/")) if file.lower().endswith(ARCHIVES)]
@@ -233,10 +214,9 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     if not paths and (path.lower().endswith(ARCHIVES) or re.search(r"[*\[{]", path)):
         paths = expand(path)
     if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
-        raise DataError(
-            f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "
-            "are, or a .txt list that names single images; other files are read on a disk: copy them"
-        )
+        kinds = f"{' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they are, or a .txt list"
+        wanted = f"an address is of {kinds} that names single images"
+        raise DataError(f"data.root {root}: {wanted}; other files are read on a disk: copy them")
     return _open_all(paths, root, part, cache_gib=cache_gib)
 
 

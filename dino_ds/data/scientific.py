@@ -1,6 +1,5 @@
 """Readers of image files that Pillow can't read in full: NumPy arrays, TIFFs with more bands than colors or numbers of
-any type, and DICOM files with one frame.
-"""
+any type, and DICOM files with one frame."""
 
 from __future__ import annotations
 
@@ -152,7 +151,16 @@ def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
         color = getattr(page.photometric, "name", page.photometric)
         raise ValueError(f"colors as {color} of {page.bitspersample} bits are not converted: write RGB or gray")
     check_type(page.dtype)
-    _check_parts(bands, len(data))
+    for band in bands:  # its strips or tiles must be safe to decode, and all of them there
+        _check_tile(math.prod(band.chunks), math.prod(band.shape))
+        if band.compression not in (1, *_CODECS):
+            raise ValueError(f"compression {band.compression} of bands is not read: write LZW, deflate or zstd")
+        if band.compression != 1 and find_spec("imagecodecs") is None:
+            raise ValueError(f"bands compressed by {_CODECS[band.compression]} need imagecodecs: {EXTRA}")
+        parts = list(zip(band.dataoffsets, band.databytecounts, strict=True))
+        # tifffile fills missing parts with zeros.
+        if len(parts) < math.prod(band.chunked) or any(begin + size > len(data) for begin, size in parts):
+            raise ValueError("cut off")
 
     def read() -> np.ndarray:
         stored, bits = [page.asarray(maxworkers=1) for page in bands], int(page.bitspersample)
@@ -228,26 +236,11 @@ def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
     alike = page.axes in _AXES and len({(page.axes, page.shape, page.dtype) for page in whole}) == 1
     other_axis = len(bands) > 1 and _DEPTH_OR_TIME.search(page.description)
     if not alike or other_axis or (len(bands) > 1 and wanted not in (None, len(bands))):
-        raise ValueError(
-            f"{len(whole)} pages, the first of {page.imagewidth} x {page.imagelength} pixels: of a volume or film "
-            "write one image a file; bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set "
-            "model.in_chans to the number of pages of one shape"
-        )
+        there = f"{len(whole)} pages, the first of {page.imagewidth} x {page.imagelength} pixels"
+        remedy = "bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set model.in_chans to "
+        remedy += "the number of pages of one shape"
+        raise ValueError(f"{there}: of a volume or film write one image a file; {remedy}")
     return bands
-
-
-def _check_parts(pages: list[Any], there: int) -> None:
-    """Raises ValueError for strips or tiles that can't be decoded safely, are missing, or lie outside the file."""
-    for page in pages:
-        _check_tile(math.prod(page.chunks), math.prod(page.shape))
-        if page.compression not in (1, *_CODECS):
-            raise ValueError(f"compression {page.compression} of bands is not read: write LZW, deflate or zstd")
-        if page.compression != 1 and find_spec("imagecodecs") is None:
-            raise ValueError(f"bands compressed by {_CODECS[page.compression]} need imagecodecs: {EXTRA}")
-        parts = list(zip(page.dataoffsets, page.databytecounts, strict=True))
-        # tifffile fills missing parts with zeros.
-        if len(parts) < math.prod(page.chunked) or any(begin + size > there for begin, size in parts):
-            raise ValueError("cut off")
 
 
 def _check_tile(tile: int, values: int) -> None:

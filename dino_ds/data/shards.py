@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.basics.files import MAX_JSON_BYTES, MAX_LINES_BYTES, is_url, read_bytes
-from dino_ds.data.decode import EXTENSIONS, note_left_out
+from dino_ds.data import decode, remote_request
 from dino_ds.data.encoded import MAX_BYTES, ListedImages, archive_key, size_and_time
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import (
@@ -29,7 +29,6 @@ from dino_ds.data.listing import (
     printable,
 )
 from dino_ds.data.remote import FilePiece, Remote, find_states, known_states, open_remote, remote_with_room
-from dino_ds.data.remote_request import Refusal
 from dino_ds.data.tar_members import IndexedMembers, Members
 from dino_ds.errors import DataError, one_line
 
@@ -42,11 +41,9 @@ _MAX_NOTES = 20
 
 class TarShards(ListedImages):
     """The images of tar files at paths or addresses, shard after shard, members in the order of the file.
-
     The index is kept in the cache, and used while the shards' sizes and times are unchanged. `notes` names members that
     can't be read. kind: ending of the images to take, such as input.png for KEY.input.png; None for all. cache_gib:
-    disk space for images of remote shards. Raises DataError if there are no images.
-    """
+    disk space for images of remote shards. Raises DataError if there are no images."""
 
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])
@@ -57,11 +54,11 @@ class TarShards(ListedImages):
             try:
                 state = known_states([url]).get(url)
                 index = None if state is None else FilePiece(url, *state)
-            except Refusal as error:
+            except remote_request.Refusal as error:
                 unread = [f"{error}; the shards are read in place of it"]
         build = functools.partial(_index, shards, kind, index)
         names = [] if self.elsewhere else map(_names_in, dict.fromkeys(map(os.path.dirname, shards)))
-        key = "\n".join((*shards, *EXTENSIONS, kind or "", *map(str, index or names)))
+        key = "\n".join((*shards, *decode.EXTENSIONS, kind or "", *map(str, index or names)))
         super().__init__("shards", key, build, _is_current)
         self.notes += unread
         if not len(self):
@@ -122,8 +119,7 @@ class TarShards(ListedImages):
 
 @functools.lru_cache(maxsize=128)
 def _open_shard(path: str, size: int, time: int) -> io.FileIO:
-    """Open a shard of this size and time, which threads and forked processes may share, as each read passes its own
-    position. Raises OSError."""
+    """Open a shard, for threads and forked processes: each read passes its own position. Raises OSError."""
     return io.FileIO(path)
 
 
@@ -144,9 +140,8 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
 
 
 def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> Contents:
-    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time). A
-    damaged shard contributes the images before the damage, and a note. Remote shards that are in `index` are not read,
-    unless they have changed."""
+    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time). Of
+    a damaged shard it has the images before the damage, and a note; unchanged remote shards in `index` are not read."""
     known = _read_index(index) if index else {}
     states = dict(zip(shards, find_states(shards), strict=True)) if is_url(shards[0]) else {}
     changed = list[str]()
@@ -195,7 +190,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
         "shards.state": np.frombuffer(facts, np.int64),
         **({"checksum": np.frombuffer(checksums, np.int64)} if known else {}),
     }
-    return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *classes.notes, *notes]})
+    return Contents(arrays, {"notes": [*decode.note_left_out(others), *_note_kinds(kinds), *classes.notes, *notes]})
 
 
 def _note_kinds(kinds: Counter[bytes]) -> list[str]:
@@ -237,10 +232,9 @@ class _Classes:
             if whole and not names:
                 folders = [printable(folder) for folder, of in self._list_of.items() if of == number]
                 if len(self._lists) > 1:
-                    raise DataError(
-                        f"the classes of the shards in {folders[0]} are numbers without names, and other folders have "
-                        f"names in {CLASSES}: write one there, or give the folders as parts of data.mixture"
-                    )
+                    problem = f"the classes of the shards in {folders[0]} are numbers without names"
+                    remedy = f"names in {CLASSES}: write one there, or give the folders as parts of data.mixture"
+                    raise DataError(f"{problem}, and other folders have {remedy}")
                 self.notes += note_unnamed(folders)
             some.sort(key=int if whole else None)
             named = [names[int(text)] if whole and int(text) < len(names) else text for text in some]
@@ -263,7 +257,7 @@ def _names_in(folder: str) -> tuple[tuple[bytes, ...], list[str]]:
         return tuple(text.splitlines()), []
     except FileNotFoundError:
         return (), []
-    except (OSError, ValueError, Refusal) as error:
+    except (OSError, ValueError, remote_request.Refusal) as error:
         return (), [f"classes are numbers, without names: {CLASSES} can't be read: {one_line(error)}"]
 
 

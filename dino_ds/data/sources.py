@@ -3,8 +3,7 @@ training.
 
 Datasets by name are torchvision's, and patches of the photographs inside the package: 18 (licenses: photos/NOTICE.md),
 whose patches are classes of their own. The left 60 % of each is for training, the right 30 % for testing, so that no
-pixel is in both.
-"""
+pixel is in both."""
 
 from __future__ import annotations
 
@@ -23,16 +22,14 @@ from typing import Any, Literal, cast
 import numpy as np
 from PIL import Image
 
+from dino_ds.basics import own_code, seeds
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.own_code import find_own, is_own
-from dino_ds.basics.seeds import seed_generators
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
-from dino_ds.data.image_set import name_of
+from dino_ds.data import image_set, mixture
 from dino_ds.data.images import Source, to_rgb
 from dino_ds.data.images import UnreadableImage as UnreadableImage  # classes of users import it from here
-from dino_ds.data.mixture import Mixture, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
@@ -44,14 +41,12 @@ def training_images(data: DataSection, share: float) -> Source:
     """Open the training images of a recipe, without the `share` of them that is held out (eval.val_share); with `draws`
     and notes on them if they are not drawn equally often. Raises ConfigError, DataError."""
     if share and (data.mixture or data.balance != "none"):
-        raise ConfigError(
-            "eval.val_share is for one source whose images are drawn equally often, not for data."
-            f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
-        )
+        other = f"data.{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
+        raise ConfigError(f"eval.val_share is for one source whose images are drawn equally often, not for {other}")
     source: Any = recipe_images(data)
     if share:
         return split_off(source, data.root, share)[0]
-    draws, notes = draws_of(source, data.balance)
+    draws, notes = mixture.draws_of(source, data.balance)
     if draws is not None:
         source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
     return cast(Source, source)
@@ -81,7 +76,7 @@ def recipe_images(data: DataSection) -> Source:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, data.remote_cache_gib)
+    return mixture.Mixture(data.parts, data.root, data.remote_cache_gib)
 
 
 def build_source(
@@ -109,7 +104,7 @@ def build_source(
 def _build_own(path: str, root: str | None) -> Any:
     """Build and check `Class(root)` for `module:Class`; `labels` and `classes` default to None. Raises ConfigError for
     a class that is not a source, DataError for one that can't be built, can't be pickled or has no images."""
-    source_class: type = find_own("data.source", path, "class", inspect.isclass)
+    source_class: type = own_code.find_own("data.source", path, "class", inspect.isclass)
     # Checked before the class is called: a recipe must not be able to call just any class of a library.
     if lacks := [name for name in ("__len__", "load", "name") if not callable(getattr(source_class, name, None))]:
         raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(lacks)}")
@@ -147,26 +142,25 @@ def _build_own(path: str, root: str | None) -> Any:
 def draws_of_its_own(source: Source) -> list[str]:
     """A line if a user's class gives other images when it reads the first 8 again with the same seeds: its random
     numbers can't be drawn again. Images that can't be read are left to training."""
-    if not is_own(getattr(source, "whole", source)):
+    if not own_code.is_own(getattr(source, "whole", source)):
         return []
     read, readings = getattr(source, "read", source.load), list[list[bytes]]()
     with suppress(Exception):  # of any kind: the class is a user's
         for _ in range(2):
-            seed_generators(0)
+            seeds.seed_generators(0)
             readings.append([np.asarray(read(index)).tobytes() for index in range(min(8, len(source)))])
     if len(readings) < 2 or readings[0] == readings[1]:
         return []
-    return [
-        "a resume can't be exact: data.source gives other images when it reads them again: let it draw from "
-        "random, numpy.random or torch, which are seeded for each image, not from a generator of its own"
-    ]
+    problem = "a resume can't be exact: data.source gives other images when it reads them again"
+    remedy = "let it draw from random, numpy.random or torch, which are seeded for each image"
+    return [f"{problem}: {remedy}, not from a generator of its own"]
 
 
 def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
     whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
     of the first that is no link. Raises DataError if a side is empty."""
-    names = (name_of(source, i, root) for i in range(len(source)))
+    names = (image_set.name_of(source, i, root) for i in range(len(source)))
     hashes = (hashlib.blake2b(name, digest_size=8, person=b"held out").digest() for name in names)
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))
     keys: np.ndarray = getattr(source, "file_keys", lambda: np.arange(len(source)))()
@@ -231,8 +225,7 @@ TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]
     "flowers102": ("Flowers102", [{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
     "pets": ("OxfordIIITPet", [{"split": "trainval"}], [{"split": "test"}]),
     "eurosat": ("EuroSAT", [{}], [{}]),
-}
-"""torchvision's class, and the arguments of the datasets that are joined for training and for testing."""
+}  # torchvision's class, and the arguments of the datasets that are joined for training and for testing
 PATCH_PIXELS = 40
 _SIDES = (48, 72)  # smallest and largest side of a patch in a photograph that is 256 pixels high
 _PER_PHOTO = {"train": 160, "test": 52}
@@ -251,7 +244,9 @@ class TorchvisionImages:
             keep = [i for i in range(len(self._rows)) if (i % 10 == 0) == (split == "test")]
             self._rows, labels = [self._rows[i] for i in keep], [labels[i] for i in keep]
         self.labels: list[int] | None = labels
-        self.classes: list[str] | None = _class_names(self._parts[0], labels)
+        names = getattr(self._parts[0], "classes", None)
+        names = map(str, range(max(labels) + 1)) if names is None else names
+        self.classes: list[str] | None = [name if isinstance(name, str) else name[0] for name in names]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -273,10 +268,8 @@ def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any
     try:
         import torchvision.datasets as datasets
     except (ImportError, RuntimeError) as error:
-        raise DataError(
-            f"torchvision cannot be loaded: {one_line(error)}; install the builds of torch and torchvision that "
-            "belong together, or use --data.source folder"
-        ) from error
+        remedy = "install the builds of torch and torchvision that belong together, or use --data.source folder"
+        raise DataError(f"torchvision cannot be loaded: {one_line(error)}; {remedy}") from error
     folder = Path(os.path.expanduser(root))
     try:
         return _build(datasets, dataset, folder, split, download=False)
@@ -284,10 +277,9 @@ def _open_named(dataset: str, root: str, split: str, download: bool) -> list[Any
         raise DataError(f"{dataset} needs one more package: {one_line(error)}; pip install {error.name}") from None
     except (RuntimeError, OSError) as error:
         if not download:
-            raise DataError(
-                f"{dataset} is not under {folder}: give the --data.root that holds it, or add --data.download true; "
-                f"for image files of your own add --data.source folder (torchvision: {one_line(error)})"
-            ) from None
+            remedy = "give the --data.root that holds it, or add --data.download true; for image files of your own add "
+            remedy += f"--data.source folder (torchvision: {one_line(error)})"
+            raise DataError(f"{dataset} is not under {folder}: {remedy}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".download.lock", "w") as lock:
@@ -313,18 +305,11 @@ def _labels_of(images: Any) -> list[int]:
     return [int(label) for _, label in samples] if samples is not None else [-1] * len(images)
 
 
-def _class_names(images: Any, labels: list[int]) -> list[str]:
-    names = getattr(images, "classes", None)
-    names = map(str, range(max(labels) + 1)) if names is None else names
-    return [name if isinstance(name, str) else name[0] for name in names]
-
-
 class PhotoPatches:
     """Patches of 40 x 40 pixels, in memory (uint8), sorted by photograph; positions and sizes never change."""
 
     def __init__(self, split: str) -> None:
-        photos, count = list(_load_photos()), _PER_PHOTO[split]
-        patches: list[np.ndarray] = []
+        photos, count, patches = list(_load_photos()), _PER_PHOTO[split], list[np.ndarray]()
         for name, photo in photos:
             rng = random.Random(f"{name}/{split}")
             patches += [_cut(photo, _PART[split], number, count, rng) for number in range(count)]

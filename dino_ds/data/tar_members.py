@@ -143,9 +143,8 @@ class Members:
 
 
 class IndexedMembers(Members):
-    """The images of one shard by its line of an index, each with its CRC-32; `time` is a hash of the line, the shard's
-    tag where its server gives none. Raises CheckpointError for another format, and ValueError, LookupError,
-    TypeError."""
+    """The images of one shard by its line of an index, each with its CRC-32; `time`: a hash of the line, for servers
+    without tags. Raises CheckpointError for another format, and ValueError, LookupError, TypeError."""
 
     def __init__(self, line: bytes, index: str) -> None:
         shard = json.loads(line)

@@ -5,8 +5,7 @@ trained.
 Sources: Radenović et al. 2018 (arXiv 1803.11285), `python/` of filipradenovic/revisitop for the ground truth and its
 metrics; facebookresearch/dino `eval_image_retrieval.py` for sizes and features, `eval_video_segmentation.py` (Jabri et
 al. 2020, arXiv 2006.14613). Metrics of region (J) and boundary (F): `metrics.py` and `evaluation.py` of
-davisvideochallenge/davis2017-evaluation (Perazzi et al. 2016, Pont-Tuset et al. 2017).
-"""
+davisvideochallenge/davis2017-evaluation (Perazzi et al. 2016, Pont-Tuset et al. 2017)."""
 
 from __future__ import annotations
 
@@ -26,10 +25,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.basics.files import read_object, read_text
-from dino_ds.data.decode import load_image
+from dino_ds.data import decode, multicrop
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.multicrop import to_tensor
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError, one_line
@@ -41,8 +39,7 @@ _SETUPS = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
     "hard": (("hard",), ("junk", "easy")),
-}
-"""For each setup: kinds of images that count as positives, and kinds that are skipped."""
+}  # for each setup: kinds of images that count as positives, and kinds that are skipped
 
 
 def oxford(context: EvalContext) -> dict[str, float]:
@@ -154,7 +151,7 @@ class _CutOut:
         return len(self._files)
 
     def load(self, index: int) -> Image.Image:
-        image: Any = load_image(self._files, index, None)
+        image: Any = decode.load_image(self._files, index, None)
         return image.crop(self._boxes[index])
 
 
@@ -162,14 +159,12 @@ def _thumbnail(image: Image.Image, size: int, normalization: Normalization) -> T
     """Image -> (3, h, w), normalized: shrunken so that its longer side is at most `size` pixels."""
     small = image.copy()
     small.thumbnail((size, size), Image.Resampling.LANCZOS)
-    return to_tensor(small, normalization)
+    return multicrop.to_tensor(small, normalization)
 
 
 _CLIPS, _FRAMES, _LABELS = "ImageSets/2017/val.txt", "JPEGImages/480p", "Annotations/480p"
-_LAYOUT = (
-    f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
-    "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
-)
+_LAYOUT = f"{_FRAMES}/CLIP/00000.jpg, {_LABELS}/CLIP/00000.png and {_CLIPS} "
+_LAYOUT += "(TrainVal 480p of https://davischallenge.org/davis2017/code.html)"
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 
 
@@ -211,7 +206,7 @@ def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
 
     def patches(index: int) -> Tensor:
         resized = _read(frames, index).resize(sides[::-1], Image.Resampling.BILINEAR)
-        return model.patch_tokens(to_tensor(resized, model.normalization)[None].to(context.device))[0].float()
+        return model.patch_tokens(multicrop.to_tensor(resized, model.normalization)[None].to(context.device))[0].float()
 
     tokens = patches(0)
     small = Image.fromarray(wanted[0]).resize((tokens.shape[1], tokens.shape[0]), Image.Resampling.NEAREST)
@@ -224,7 +219,7 @@ def _judge(context: EvalContext, folder: Path, clip: str) -> list[list[float]]:
 
 def _read(frames: NamedFiles, index: int) -> Any:
     try:
-        return load_image(frames, index, None)
+        return decode.load_image(frames, index, None)
     except UnreadableImage as error:
         raise DataError(f"{error}: download it again") from None
 

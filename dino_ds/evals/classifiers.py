@@ -3,8 +3,7 @@ optimum and ridge; and whether the features are spread out.
 
 Every rank must call a fit with the same rows; each computes its share of the sums, and all get the same probe.
 Sources: k-NN of Wu et al. 2018 (arXiv 1805.01978), as facebookresearch/dino `eval_knn.py`: cosine similarity, votes
-weighted by exp(similarity / temperature). L-BFGS as in DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020).
-"""
+weighted by exp(similarity / temperature). L-BFGS as in DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020)."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.config.fields import IMAGE_FORMS
+from dino_ds.data import listing, multicrop
 from dino_ds.data.images import Source, ValueRange, evenly_spaced_indices
-from dino_ds.data.listing import join_classes
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
@@ -79,8 +78,7 @@ class EvalContext:
         self.backbone, self.settings, self.device = backbone, settings, device
         self._named, self.give_up, self.progress = sources, give_up, progress
         self.notes: list[str] = []
-        self.memory: ImageMemory | None = None
-        """Memory of transformed images, so that several contexts of a run read them only once."""
+        self.memory: ImageMemory | None = None  # of transformed images, which contexts of a run then read only once
 
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
@@ -89,8 +87,7 @@ class EvalContext:
             return self._named()
 
     def begin(self) -> None:
-        """Called by evaluations on all ranks, once they have all their images and are about to use the model:
-        `preflight_eval` runs them up to this call."""
+        """Called on all ranks right before an evaluation uses the model: `preflight_eval` runs it up to this call."""
 
     @property
     def any_source(self) -> Source:
@@ -113,10 +110,9 @@ class EvalContext:
         wanted = _class_numbers(train, test)[np.asarray(test.labels)[indices]]
         known = np.asarray(train.labels)[self.train_indices]
         if unseen := sorted(classes[number] for number in set(wanted.tolist()) - set(known.tolist())):
-            raise DataError(
-                f"none of {len(self.train_indices)} training images is of {len(unseen)} classes of the test images: "
-                f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
-            )
+            missing = f"{len(unseen)} classes of the test images: {', '.join(unseen[:5])}"
+            remedy = "raise --images, or leave these classes out"
+            raise DataError(f"none of {len(self.train_indices)} training images is of {missing}; {remedy}")
         return indices
 
     @cached_property
@@ -149,7 +145,7 @@ class EvalContext:
 
     def _describe(self, source: Source, indices: Sequence[int]) -> Labeled:
         """Features and labels of images; unreadable ones are left out and noted. Raises GaveUp, DataError."""
-        crop = EvalCrop(self.settings.size or self.backbone.image_size, self.backbone.normalization)
+        crop = multicrop.EvalCrop(self.settings.size or self.backbone.image_size, self.backbone.normalization)
         features, labels, unreadable = self.gather(self.backbone.features, source, indices, crop)
         self.note(f"left out, unreadable: {text}" for text in unreadable)
         return Labeled(features, labels, len(source.classes or []))
@@ -187,18 +183,16 @@ class EvalContext:
             raise DataError("there are no test images: name labeled ones with --test_root DIR")
         for which, images in (("training", train), ("test", test)):
             if not _is_labeled(images):
-                raise DataError(
-                    f"the {which} images have no classes: sort them into two or more class folders, or give labels"
-                )
-        if missing := join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
+                remedy = "sort them into two or more class folders, or give labels"
+                raise DataError(f"the {which} images have no classes: {remedy}")
+        if missing := listing.join_classes((train.classes or [], test.classes or []))[0][len(train.classes or []) :]:
             raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
         return train, test
 
 
 @contextmanager
 def live_teacher(teacher: Teacher, image_size: int, normalization: Normalization) -> Iterator[Backbone]:
-    """The current teacher itself, not a copy: in FP32 whatever the precision of training, and not compiled;
-    `image_size` is the native side in pixels."""
+    """The current teacher itself, not a copy: in FP32, and not compiled; `image_size` is the native side in pixels."""
     model = Backbone(teacher.backbone, image_size, "the teacher", dataclasses.asdict(normalization))
     with teacher.evaluating():
         yield model
@@ -218,4 +212,4 @@ def _is_labeled(source: Source) -> bool:
 
 def _class_numbers(train: Source, test: Source) -> np.ndarray:
     """The training class of each test class by its name, and -1 as the last entry."""
-    return join_classes((train.classes or [], test.classes or []))[1][1]
+    return listing.join_classes((train.classes or [], test.classes or []))[1][1]

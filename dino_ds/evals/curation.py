@@ -1,8 +1,7 @@
 """Search, near-duplicates and clusters of features: every pair is compared, in blocks, so that memory does not grow.
 
 Sources: near-duplicates are connected components among neighbors, as in DINOv2 (arXiv 2304.07193, appendix A.3).
-Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling.
-"""
+Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling."""
 
 from __future__ import annotations
 
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from dino_ds.evals.classifiers import topk_by_groups
 
-Pairs = tuple[np.ndarray, np.ndarray]
-"""First and second rows (p,) of pairs."""
-SIDE = 32
-"""Pixels of the thumbnails by which near-duplicates are told apart."""
+Pairs = tuple[np.ndarray, np.ndarray]  # first and second rows (p,) of pairs
+SIDE = 32  # pixels of the thumbnails by which near-duplicates are told apart
 _INNER, _SIZES = 28, (28, 29, 30, 31, 32)
 """Side of the window of one thumbnail that is sought in another, and sides to which that thumbnail is shrunk before."""
 _MOST_CLUSTERS, _SAMPLE, _SAMPLE_OF_EACH = 2048, 16384, 32

@@ -1,6 +1,4 @@
-"""Features of images, each rank computing its share; and the images that a command examines a model on, named by its
-options or by the model's run.
-"""
+"""Features of images, each rank computing its share; and the images on which a command examines a model."""
 
 from __future__ import annotations
 
@@ -19,17 +17,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.own_code import is_own
-from dino_ds.basics.seeds import seed_generators
+from dino_ds.basics import own_code, seeds
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.config.loading import recorded_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import find_model_folder, holds_run, own_recipe
+from dino_ds.data import image_values, scientific
 from dino_ds.data.batches import started, worker_options
 from dino_ds.data.decode import MAX_PIXELS, load_image, open_image
-from dino_ds.data.image_values import find_misfits, look_at_values
 from dino_ds.data.images import Source, UnreadableImage, ValueRange, evenly_spaced_indices, prepare_images
-from dino_ds.data.scientific import note_stacks
 from dino_ds.data.sources import build_source, recipe_images
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError, UserError
@@ -60,8 +56,7 @@ def extract_features(
             if len(crops):
                 features.append(describe(crops.to(device)))
                 labels.append(targets.to(device))
-            gave_up = reading.give_up()
-            if gave_up:
+            if gave_up := reading.give_up():
                 break
     # The ranks agree before the first collective of features: if one left alone, the others would wait for it.
     answers = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
@@ -70,10 +65,8 @@ def extract_features(
     rows, unreadable = [images for images, _, _ in answers], [text for _, texts, _ in answers for text in texts]
     if not all(rows):
         first = f"; the first that can't be read is {unreadable[0]}" if unreadable else ""
-        raise DataError(
-            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: fix the images, "
-            f"or take more (--images) or fewer processes{first}"
-        )
+        problem = f"of {len(indices)} images to evaluate, the ranks could read {rows}"
+        raise DataError(f"{problem}; each needs one: fix the images, or take more (--images) or fewer processes{first}")
     described, placed = torch.cat(features), torch.cat(labels)
     features.clear()  # frees memory: there would be three copies below
     placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's index in `indices`
@@ -149,7 +142,7 @@ def load_batches(
 
 class LabeledImages(Dataset[_Row]):
     def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
-        self._source, self._indices, self._draws = source, indices, is_own(getattr(source, "whole", source))
+        self._source, self._indices, self._draws = source, indices, own_code.is_own(getattr(source, "whole", source))
         self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
         labels = source.labels
         self._labels = [-1 if labels is None else labels[index] for index in indices]  # workers get only these
@@ -160,7 +153,7 @@ class LabeledImages(Dataset[_Row]):
     def __getitem__(self, i: Any) -> _Row:
         """The image, its index `i` and its label, or a text that names an unreadable image."""
         if self._draws:  # a user's source may draw: the same for an image in each evaluation
-            seed_generators(self._indices[i])
+            seeds.seed_generators(self._indices[i])
         try:
             return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
         except UnreadableImage as error:
@@ -242,20 +235,19 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             wanted = len(backbone.normalization.mean)
-            sample = look_at_values(sources, wanted)
+            sample = image_values.look_at_values(sources, wanted)
             if sample.channels and wanted not in sample.channels:
                 there = " or ".join(map(str, sorted(sample.channels)))
-                raise ConfigError(
-                    f"{backbone.source} takes images of {wanted} channels, and those looked at have {there}, such as "
-                    f"{sources[0].name(0)}: give images of {wanted} channels, or a model that was trained on {there}"
-                )
+                seen = f"those looked at have {there}, such as {sources[0].name(0)}"
+                remedy = f"give images of {wanted} channels, or a model that was trained on {there}"
+                raise ConfigError(f"{backbone.source} takes images of {wanted} channels, and {seen}: {remedy}")
             chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
             if chosen is None:
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
                 remedy = "store all images alike"
             notes = [f"{words}: the model has no range of its own"] if words else []
-            notes += [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
-            range_and_notes = chosen, notes + note_stacks(sample.stacks)
+            notes += [f"WARNING: {text}" for text in image_values.find_misfits(sample.deep, chosen, remedy)]
+            range_and_notes = chosen, notes + scientific.note_stacks(sample.stacks)
     return distributed.gather_objects(range_and_notes)[0]
 
 

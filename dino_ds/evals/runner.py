@@ -3,8 +3,7 @@
 The held-out loss is the objective's own, on images that are never trained on: always the same crops, against the
 teacher's targets. Every micro-batch is measured by itself, whatever the number of ranks: terms that compare images
 (Sinkhorn-Knopp, KoLeo) see one micro-batch, and the means over images are equal to the bit on any number of ranks whose
-kernels round alike.
-"""
+kernels round alike."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ from dino_ds.run.run import PeriodicTask, StepContext
 from dino_ds.run.run_folder import best_step
 from dino_ds.weights.load import Backbone
 
-Results = dict[str, dict[str, Any]]
-"""Results by evaluation, as RUN/evaluations.json keeps them."""
+Results = dict[str, dict[str, Any]]  # results by evaluation, as RUN/evaluations.json keeps them
 
 
 class EvalRunner(PeriodicTask):
@@ -67,8 +65,7 @@ class EvalRunner(PeriodicTask):
         self.best: Best | None = None
         self.held_out: HeldOutLoss | None = None
         self._improved = False
-        self._anew = False
-        """Whether a checkpoint's values are not comparable: they are measured again before training continues."""
+        self._anew = False  # a checkpoint's values are not comparable: they are measured again before training goes on
         for name in names:
             try:
                 context = preflight_eval(name, settings, lambda: sources)
@@ -88,22 +85,16 @@ class EvalRunner(PeriodicTask):
 
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
-        """The runner for a recipe's `eval` section; None if eval.every is 0 steps, or there is nothing to evaluate.
-        Every rank must call it. Raises as the constructor does."""
+        """The runner for a recipe's `eval` section, None if there is nothing to evaluate. Every rank must call it."""
         section, data = recipe.eval, recipe.data
         every = evaluated_every(recipe, epoch_steps)
         if every == 0:
             return None
         with distributed.raise_on_all_ranks():
             held_out, test = held_out_images(recipe, train), _test_images(recipe, train)
-        settings = Settings(
-            ks=(section.k,),
-            images=section.bank_images,
-            test_images=section.test_images,
-            workers=data.workers,
-            value_range=data.known_range,
-            benchmark_root=Path(section.benchmark_root).expanduser() if section.benchmark_root else None,
-        )
+        benchmarks = Path(section.benchmark_root).expanduser() if section.benchmark_root else None
+        how: dict[str, Any] = {"workers": data.workers, "value_range": data.known_range, "benchmark_root": benchmarks}
+        settings = Settings((section.k,), images=section.bank_images, test_images=section.test_images, **how)
         names, problem = _find_names(recipe, train, test, settings)
         best = Best.from_recipe(section, names)
         if not names and held_out is None:
@@ -142,8 +133,8 @@ class EvalRunner(PeriodicTask):
             metrics |= of_knn if name == "knn" else named
         metrics |= losses
         if self.best is not None:
-            if moment.at_start:
-                self.best.begin()
+            if moment.at_start:  # the values of the run that a stage began with are forgotten
+                self.best = Best(self.best.metric, self.best.patience, basis=self.best.basis)
             values = results.get(EVALUATION_OF.get(self.best.metric, ""), {}).get("results", losses)
             is_knn = self.best.metric == "knn" and "knn" in results
             value = self.knn.latest if is_knn else values.get(self.best.metric)
@@ -180,9 +171,8 @@ class EvalRunner(PeriodicTask):
         return [*best, *self.knn.summary(cut)]
 
     def evaluate(self, moment: StepContext) -> Results | None:
-        """Evaluate the teacher; returns the results, or None on all ranks if a stop was requested on one of them.
-        Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note. Training's
-        random numbers stay unchanged."""
+        """Evaluate the teacher, without changing training's random numbers; None on all ranks if one was asked to stop.
+        Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note."""
         teacher = live_teacher(moment.teacher, self._size, self._normalization)
         with suppress(GaveUp), keep_generators(moment.device), teacher as model:
             return self._evaluate(model, moment)

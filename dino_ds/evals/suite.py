@@ -2,8 +2,7 @@
 
 To add one, write a function with this signature, and add it to `find_evaluation` and to EVALUATIONS of
 `dino_ds.config.evaluation`. Its docstring goes into the table of docs/evaluations.md; its numbers are printed, written
-and reported.
-"""
+and reported."""
 
 from __future__ import annotations
 
@@ -49,22 +48,19 @@ def note_on_shared(
 ) -> tuple[float, list[str]]:
     """The share of the test images that are training images too, and notes for the user: those of the same file, or, of
     64 that are looked at, of the same name and content. Looks only if an evaluation needs both; all ranks must call it,
-    and get rank 0's answer.
-    option: names other test images. which: what the test images are called."""
+    and get rank 0's answer. option: names other test images. which: what the test images are called."""
     share, notes = 0.0, list[str]()
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
         looked_at: Sequence[int] = range(len(test))
-        shared = _same_files(train, test)
-        if not shared:
+        if not (shared := _same_files(train, test)):
             looked_at = evenly_spaced_indices(len(test), 64)
             shared = _same_contents(train, test, looked_at)
         if shared:
             share = len(shared) / len(looked_at)
-            notes.append(
-                f"{len(shared)} of {len(looked_at)} {which} images looked at are training images too, such as "
-                f"{test.name(shared[0])}: a score on them says nothing about new images; name others with {option}"
-            )
+            such = f"{len(shared)} of {len(looked_at)} {which} images looked at are training images too, such as "
+            such += test.name(shared[0])
+            notes.append(f"{such}: a score on them says nothing about new images; name others with {option}")
     return distributed.gather_objects((share, notes))[0]
 
 
@@ -92,11 +88,8 @@ def _same_contents(train: Source, test: Source, looked_at: Sequence[int]) -> lis
         for name in (whole_name, whole_name[-1:]):
             if name in wanted and len(alike[name]) < 2:
                 alike[name].append(index)
-    return [
-        index
-        for index, name in names.items()
-        if any(_is_same(train, other, test, index) for other in {*alike[name], *alike[name[-1:]]})
-    ]
+    others = {index: {*alike[name], *alike[name[-1:]]} for index, name in names.items()}
+    return [index for index in names if any(_is_same(train, other, test, index) for other in others[index])]
 
 
 def _name(source: Source, index: int) -> tuple[str, ...]:
@@ -137,11 +130,8 @@ def linear(context: EvalContext) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
     test, train = context.test, context.train
     probe = fit_linear(train.features, train.labels, train.classes, give_up=context.give_up)
-    return {
-        "linear": probe.accuracy(test.features, test.labels),
-        "linear_train": probe.accuracy(train.features, train.labels),
-        "linear_regularisation": probe.regularisation,
-    }
+    accuracy, of_train = (probe.accuracy(images.features, images.labels) for images in (test, train))
+    return {"linear": accuracy, "linear_train": of_train, "linear_regularisation": probe.regularisation}
 
 
 def ridge(context: EvalContext) -> dict[str, float]:
@@ -169,9 +159,8 @@ def evaluate(name: str, context: EvalContext) -> dict[str, float]:
 
 
 def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
-    """Run an evaluation up to its first use of the model, so that missing data is found before hours of work.
-    Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, if its images, labels or
-    benchmark are missing."""
+    """Run an evaluation up to its first use of the model, and return its context. All ranks must call it. Raises
+    ConfigError or DataError, on all ranks, before hours of work, if its images, labels or benchmark are missing."""
     no_model: Any = SimpleNamespace(features=None, image_size=1, normalization=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):
@@ -198,17 +187,9 @@ def describe_result(
     about: Mapping[str, Any],
     data: str | None = None,
 ) -> dict[str, Any]:
-    """Entry of one evaluation in evaluations.json (evals/tracking.py).
-    about: "step" and "images" of the model; data: the name of its images; a benchmark's entry has the benchmark's
-    name."""
+    """Entry of one evaluation in evaluations.json (evals/tracking.py). about: "step" and "images" of the model; data:
+    the name of its images; a benchmark's entry has the benchmark's name."""
     train, test = (None, None) if name in BENCHMARKS else context.image_counts
-    return {
-        "step": about.get("step"),
-        "images": about.get("images"),
-        "date": datetime.date.today().isoformat(),
-        "data": name if name in BENCHMARKS else data,
-        "train_images": train,
-        "test_images": test,
-        "seconds": round(seconds, 1),
-        "results": results,
-    }
+    entry = {"step": about.get("step"), "images": about.get("images"), "date": datetime.date.today().isoformat()}
+    entry |= {"data": name if name in BENCHMARKS else data, "train_images": train, "test_images": test}
+    return entry | {"seconds": round(seconds, 1), "results": results}

@@ -1,6 +1,4 @@
-"""Values of evaluations over a run: the best teacher by one metric, k-NN beside its baselines, and the newest result of
-each.
-"""
+"""Values of evaluations over a run: the best teacher by a metric, k-NN beside its baselines, and the newest results."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.files import read_object, replace_file
-from dino_ds.basics.formatting import short
+from dino_ds.basics import files, formatting
 from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection, margin_of_chance
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
@@ -37,13 +34,13 @@ def name_images(source: str, root: str | None) -> str:
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Results by evaluation, none if the file is absent. Raises OSError, ValueError."""
-    return read_object(path) if path.is_file() else {}
+    return files.read_object(path) if path.is_file() else {}
 
 
 def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:
     """Replace the results of the evaluations in `new`, and keep all others. Raises OSError, ValueError."""
     kept = {**read_results(path), **as_json(new)}
-    replace_file(path, json.dumps(kept, indent=1) + "\n")
+    files.replace_file(path, json.dumps(kept, indent=1) + "\n")
 
 
 def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -69,8 +66,7 @@ class Best:
     newest: float | None = None
     reference: float | None = None
     stalled: int = 0
-    seen: int | None = None
-    """Step of the newest evaluation, or None before the first one."""
+    seen: int | None = None  # step of the newest evaluation, or None before the first one
     basis: str = ""
     """A digest of the images and settings of the evaluation: only values with the same digest are comparable."""
 
@@ -82,21 +78,15 @@ class Best:
             metric = "knn" if "knn" in names else "none"
         if metric == "none":
             if section.patience:
-                raise ConfigError(
-                    "eval.stop_after needs a metric, and without labeled test images there is no k-NN: name images "
-                    "(--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
-                )
+                problem = "eval.stop_after needs a metric, and without labeled test images there is no k-NN"
+                remedy = "name images (--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
+                raise ConfigError(f"{problem}: {remedy}")
             return None
         if metric != VAL_LOSS and EVALUATION_OF[metric] not in names:
-            raise ConfigError(
-                f"eval.keep_best {metric} needs labeled test images: name some (--eval.root FOLDER), or hold some out "
-                "(--eval.val_share 0.1, of class folders)"
-            )
+            problem = f"eval.keep_best {metric} needs labeled test images"
+            remedy = "name some (--eval.root FOLDER), or hold some out (--eval.val_share 0.1, of class folders)"
+            raise ConfigError(f"{problem}: {remedy}")
         return Best(metric, section.patience)
-
-    def begin(self) -> None:
-        """Forget the values of the run that a stage began with."""
-        vars(self).update(vars(Best(self.metric, self.patience, basis=self.basis)))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
         """Record the value of an evaluation, None if it was not possible; returns whether it is the best so far.
@@ -144,17 +134,15 @@ class Best:
         began, now = self.start, self.newest
         if began is not None and now is not None and self.seen != self.start_step and self._gain(now, began) <= 0:
             best = "the start" if self.step == self.start_step else f"step {self.step}"
-            worse = (
-                f"training has ended no better than the weights that it began with ({self.metric} "
-                f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
-            )
+            worse = f"training has ended no better than the weights that it began with ({self.metric} "
+            worse += f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             solved = f"whether it has learned can't be told: {self.metric} was 100 before training"
             lines.append(f"warning  {solved if began == now == 100 else worse}")
         return lines
 
     @staticmethod
     def _shown(value: float | None) -> str:
-        return "unknown" if value is None else short(value, 4)
+        return "unknown" if value is None else formatting.short(value, 4)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "patience"}
@@ -175,8 +163,7 @@ class Best:
 @dataclass
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
-    chance: accuracy of guessing; images: number of test images; shared: the part of them that is trained on; began_as:
-    words for the network before training."""
+    chance: of guessing; images: of the test; shared: part of them that is trained on; began_as: the network before."""
 
     chance: float = 0.0
     images: int = 0
@@ -185,8 +172,7 @@ class Knn:
     raw: float | None = None
     untrained: float | None = None
     latest: float | None = None
-    step: int | None = None
-    """Step of `latest`."""
+    step: int | None = None  # step of `latest`
     has_baselines_shown: bool = field(default=False, compare=False)
     """Whether this process has logged the baselines of the newest value."""
 
@@ -197,10 +183,9 @@ class Knn:
 
     def notes(self) -> list[str]:
         """A note on how much chance changes the accuracy: by 5 points or more with fewer than 400 test images."""
-        if not 0 < self.images < 400:
-            return []
-        margin = margin_of_chance(self.images)
-        return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
+        margin = margin_of_chance(self.images) if 0 < self.images < 400 else 0.0
+        note = f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"
+        return [note] if margin else []
 
     def line(self) -> str:
         """The newest value next to its baselines: raw pixels, chance, and the network before training."""
@@ -222,10 +207,8 @@ class Knn:
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         remedy = "to the end (--max_steps cut this run short)" if cut else "longer (--length)"
-        return (
-            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %); "
-            f"train {remedy}, or on more images"
-        )
+        below = f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %)"
+        return f"{below}; train {remedy}, or on more images"
 
     def summary(self, cut: bool = False) -> list[str]:
         """The warning, if there is one, and the newest k-NN, as lines of the log; `cut` as for `warning`."""
@@ -242,10 +225,9 @@ class Knn:
         if comparable:
             vars(self).update({name: state[name] for name in self.state_dict()})
         elif state["latest"] is not None:
-            return [
-                f"k-NN {state['latest']:.1f} % at step {state['step']}, raw pixels {state['raw']:.1f} % and what "
-                "training began with are of other images or settings: they are forgotten, and measured anew"
-            ]
+            values = f"k-NN {state['latest']:.1f} % at step {state['step']}, raw pixels {state['raw']:.1f} %"
+            other = "what training began with are of other images or settings: they are forgotten, and measured anew"
+            return [f"{values} and {other}"]
         return []
 
 

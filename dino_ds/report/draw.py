@@ -24,10 +24,8 @@ INK, _OPACITIES = "#727c8b", 16
 """Color of the words in a picture without a background: it is read on a light page and on a dark one."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
 """Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
-_CELL, _GAP, _LINE = 1.5, 0.06, 0.24
-"""Inches: a picture's side, between pictures, a line of text."""
-_GROUPS, _MAP = 20, 8.0
-"""Most groups that the map's legend names: the number of colors; inches of the map's side."""
+_CELL, _GAP, _LINE = 1.5, 0.06, 0.24  # inches: a picture's side, between pictures, a line of text
+_GROUPS, _MAP = 20, 8.0  # most groups that the map's legend names: the number of colors; inches of the map's side
 
 
 class Sheet:
@@ -86,11 +84,9 @@ def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 def draw_attention(pictures: Tensor, attention: Tensor, heading: str = "") -> Figure:
     """Draw pictures (b, H, W, 3) in [0, 1] and the CLS token's attention (b, heads, h, w): a row for each image, a
     column for each head (figure 3 of the DINO paper)."""
-    heads = attention.shape[1]
-    shown = min(heads, 12)
-    names = [f"head {head}" for head in range(shown)]
+    heads, shown = attention.shape[1], min(attention.shape[1], 12)
     first = "image" if shown == heads else f"{shown} of {heads} heads"
-    sheet = Sheet(len(pictures), 1 + shown, [first, *names], heading=heading)
+    sheet = Sheet(len(pictures), 1 + shown, [first, *(f"head {head}" for head in range(shown))], heading=heading)
     for row, (picture, maps) in enumerate(zip(pictures, attention, strict=True)):
         sheet.put(row, 0, picture.numpy())
         for head in range(shown):
@@ -101,11 +97,10 @@ def draw_attention(pictures: Tensor, attention: Tensor, heading: str = "") -> Fi
 def draw_pca(pictures: Tensor, tokens: Tensor, heading: str = "") -> Figure:
     """Draw pictures (b, H, W, 3), and below them as RGB the first three principal components of their patch tokens
     (b, h, w, d)."""
-    colors = patch_colors(tokens)
     sheet = Sheet(2, len(pictures), heading=heading)
-    for column, (picture, map_) in enumerate(zip(pictures.numpy(), colors.numpy(), strict=True)):
-        sheet.put(0, column, picture)
-        sheet.put(1, column, map_)
+    for row, images in enumerate((pictures, patch_colors(tokens))):
+        for column, image in enumerate(images.numpy()):
+            sheet.put(row, column, image)
     return sheet.figure
 
 
@@ -135,9 +130,8 @@ def draw_neighbors(
     known = any(same is not None for row in same_class for same in row)
     titles = ["image", *[str(i + 1) for i in range(max(map(len, neighbors)))]]
     heading += "; frames: blue the same class, orange another" if known else ""
-    sheet = Sheet(len(queries), len(titles), titles, any(text for texts in captions for text in texts), heading)
-    rows = zip(queries, neighbors, captions, same_class, strict=True)
-    for row, (query, nearest, texts, same) in enumerate(rows):
+    sheet = Sheet(len(queries), len(titles), titles, any(map(any, captions)), heading)
+    for row, (query, nearest, texts, same) in enumerate(zip(queries, neighbors, captions, same_class, strict=True)):
         for column, (picture, text, alike) in enumerate(zip((query, *nearest), texts, (None, *same), strict=True)):
             sheet.put(row, column, picture, text, None if alike is None else _FRAMES[alike])
     return sheet.figure
@@ -148,8 +142,7 @@ def place(features: Tensor) -> np.ndarray:
     from sklearn.manifold import TSNE
 
     unit = F.normalize(features.float(), dim=-1).numpy()
-    points: np.ndarray = TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=0).fit_transform(unit)
-    return points
+    return TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=0).fit_transform(unit)
 
 
 def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Sequence[str] | None, title: str) -> Figure:
@@ -182,8 +175,8 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     axes.axis("off")
     if legend:
         spots = [axes.plot([], [], "s", color=colors[i])[0] for i in range(len(names))]
-        words = [_shorten(name) for name in names]
-        box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=11, labelcolor=INK, frameon=False)
+        style = {"ncols": columns, "fontsize": 11, "labelcolor": INK, "frameon": False}
+        box = figure.legend(spots, list(map(_shorten, names)), loc="lower center", **style)
         for text in box.texts:
             text.set_parse_math(False)
     return figure
@@ -195,11 +188,9 @@ def heat(picture: Tensor, attention: Tensor) -> np.ndarray:
 
     scaled = attention / max(float(attention.max()), 1e-12)
     colors = torch.from_numpy(colormaps["inferno"](scaled.numpy())[..., :3])
-    rows, columns = (
-        torch.arange(side) * count // side for side, count in zip(picture.shape, attention.shape, strict=False)
-    )
-    gray = picture.mean(dim=-1, keepdim=True)
-    return (0.3 * gray + 0.7 * colors[rows][:, columns]).clamp(0, 1).numpy()
+    sides = zip(picture.shape, attention.shape, strict=False)
+    rows, columns = (torch.arange(side) * count // side for side, count in sides)
+    return (0.3 * picture.mean(dim=-1, keepdim=True) + 0.7 * colors[rows][:, columns]).clamp(0, 1).numpy()
 
 
 def figure_pixels(figure: Figure) -> np.ndarray:

@@ -23,8 +23,7 @@ LEVELS = {
     **dict.fromkeys(("collapse", "not finite", "hang", "error", "save failed"), "bad"),
     **dict.fromkeys(("warning", "slow", "overflow", "unreadable image", "stopped"), "odd"),
     **dict.fromkeys(("resumed", "note", "evals"), "plain"),
-}
-"""Kinds of events that are incidents, and how bad they are."""
+}  # kinds of events that are incidents, and how bad they are
 _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "hang": "failed", "images": ""}
 """How a run has ended after the last event of these kinds; "" if it goes on."""
 
@@ -175,10 +174,9 @@ def _read_recipe(run: RunFiles) -> None:
 
 def _evaluations(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
     """The run's evaluations of a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
-    file, evaluations = path / RESULTS, dict[str, dict[str, Any]]()
-    if not file.exists():
-        return evaluations
-    content: dict[str, Any] = _read(notes, file, read_object, {}, "no evaluations are shown")
+    file, evaluations, content = path / RESULTS, dict[str, dict[str, Any]](), dict[str, Any]()
+    if file.exists():
+        content = _read(notes, file, read_object, {}, "no evaluations are shown")
     for name, entry in content.items():
         if isinstance(entry, dict) and isinstance(entry.get("results"), dict):
             about = {key: value for key, value in entry.items() if isinstance(value, str)} | _numbers(entry)
@@ -196,10 +194,9 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _state(run: RunFiles) -> str:
-    if run.events.ended == "finished" and run.step < (run.planned_steps or 0):
-        return "stopped"
     if run.events.ended:
-        return "finished" if run.events.ended == "ended" else run.events.ended
+        is_cut = run.events.ended == "finished" and run.step < (run.planned_steps or 0)
+        return "stopped" if is_cut else "finished" if run.events.ended == "ended" else run.events.ended
     try:
         RunLock(run.path).check_free(0)
     except ConfigError:

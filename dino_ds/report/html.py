@@ -1,6 +1,5 @@
 """Pages that are one file and fetch nothing, and their charts: described as lines of the columns of metrics.jsonl,
-drawn as SVG by matplotlib; jinja2 escapes all text.
-"""
+drawn as SVG by matplotlib; jinja2 escapes all text."""
 
 from __future__ import annotations
 
@@ -76,10 +75,9 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 @dataclass(frozen=True)
 class Metrics:
     """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
-    titles: of the loss terms by name, {} if the run's recipe is unknown. began_with_weights: the recipe says that the
-    initial weights were not random. first_step: at which the run began, that of the run before for a stage that goes
-    on. before: curves of the runs that a stage began with, in its steps. marks: steps of resumes and of a stage's
-    begin, by what they are."""
+    titles: of the loss terms by name, {} if unknown. began_with_weights: the initial weights were not random, by the
+    recipe. first_step: at which the run, or the one that a stage goes on with, began. before: curves of the runs before
+    a stage, in its steps. marks: steps of resumes and of a stage's begin, by what they are."""
 
     curves: dict[str, Curve]
     lines: int
@@ -102,8 +100,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the curves of a metrics.jsonl; of two lines with the same step the later counts. Raises OSError, and
-    ConfigError for another kind of file."""
+    """Curves of a metrics.jsonl, the later of two equal steps. Raises OSError, ConfigError for another kind of file."""
     points: dict[str, array[float]] = {}
     lines = broken = 0
     for line in read_lines(path):
@@ -150,8 +147,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis, named by `x`. levels: horizontal lines by name; marks: vertical ones. zero: 0 is on the y
-    axis."""
+    """Curves over the axis `x`. levels: horizontal lines by name; marks: vertical ones. zero: 0 is on the y axis."""
 
     title: str
     unit: str
@@ -203,15 +199,12 @@ SMALL = (
 
 def find_series(metrics: Metrics) -> list[Series]:
     """List the small charts: scalars of loss terms and unknown keys, SMALL, shares of a mixture, evaluations."""
-    scalars, shares, evaluated = list[Series](), list[Series](), list[Series]()
-    for key in find_others(metrics):
-        if key.startswith(EVALUATED):
-            name = key.removeprefix(EVALUATED)
-            evaluated.append(Series(key, *_OF_EVALUATIONS.get(name, (name, ""))))
-        elif key.startswith(SHARE):
-            shares.append(Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100))
-        else:
-            scalars.append(Series(key, *_title_of(key, metrics.titles)))
+    others = find_others(metrics)
+    names = {key: key.removeprefix(EVALUATED) for key in others if key.startswith(EVALUATED)}
+    sources = {key: key.removeprefix(SHARE) for key in others if key.startswith(SHARE)}
+    scalars = [Series(key, *_title_of(key, metrics.titles)) for key in others if key not in {**names, **sources}]
+    shares = [Series(key, f"Images from {source}", "%", factor=100) for key, source in sources.items()]
+    evaluated = [Series(key, *_OF_EVALUATIONS.get(name, (name, ""))) for key, name in names.items()]
     return [*scalars[:_MOST_OTHERS], *SMALL, *shares[:_MOST_OTHERS], *evaluated[:_MOST_OTHERS]]
 
 
@@ -290,7 +283,7 @@ def _title_of(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
             title = titles.get(name, f"Loss of {name}")
             return f"{title}: {words}" if name else words[0].upper() + words[1:], "nats"
     name, words = key.removesuffix(_LOSS), key.replace("_", " ")
-    if key.endswith(_LOSS):
+    if name != key:
         return titles.get(name, f"Loss of {name}") if name else "Loss", ""
     return words[0].upper() + words[1:], ""
 
@@ -335,9 +328,7 @@ def _plot(axes: Any, chart: Chart) -> None:
     values = np.concatenate([values, [*chart.levels.values()], [0.0] if chart.zero else []])
     low, high = (np.log10(end) if is_log else end for end in (values.min(), values.max()))
     pad = 0.06 * (high - low)
-    if pad < 1e-9 * abs(high):  # all values are equal
-        pad = 0.1 * abs(high)
-    pad = pad or 1.0
+    pad = (pad if pad >= 1e-9 * abs(high) else 0.1 * abs(high)) or 1.0  # the second where all values are equal
     low -= 0.0 if chart.zero and low == 0 else pad
     high += 0.0 if chart.zero and high == 0 > low + pad else pad
     axes.set_yscale("log" if is_log else "linear")
@@ -386,17 +377,12 @@ class Tag(NamedTuple):
     tag: str = "span"
 
 
-def _has_long_word(cell: str | Tag) -> bool:
-    """Whether a cell has a word, such as a path, inside which a line may break."""
-    words = (cell.text if isinstance(cell, Tag) else cell).split()
-    return max(map(len, words), default=0) > 28
-
-
 _environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
 )
 _environment.filters |= {"number": number}
-_environment.tests["long"] = _has_long_word
+# Whether a cell, a text or a Tag, has a word, such as a path, inside which a line may break.
+_environment.tests["long"] = lambda cell: any(len(word) > 28 for word in (getattr(cell, "text", "") or cell).split())
 
 
 def render(template: str, **values: Any) -> str:

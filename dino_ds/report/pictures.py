@@ -73,10 +73,9 @@ def run(options: PicturesOptions) -> Result:
 
 def _shown_kinds(model: Backbone) -> list[str]:
     """The kinds of pictures that say something about a network: attention to few patches shows but a few blocks."""
-    patches = (model.image_size // model.stride) ** 2
-    has_attention = model.is_vit and model.stride <= 16 and patches >= 100
-    none = {"pca": not model.has_patches, "attention": not has_attention}
-    return [kind for kind in KINDS if not none.get(kind)]
+    has_attention = model.is_vit and model.stride <= 16 and (model.image_size // model.stride) ** 2 >= 100
+    shows = {"pca": model.has_patches, "attention": has_attention}
+    return [kind for kind in KINDS if shows.get(kind, True)]
 
 
 def draw_pictures(
@@ -204,24 +203,20 @@ class PeriodicPictures(PeriodicTask):
 
     def run(self, moment: StepContext) -> bool:
         """Draw on rank 0, which has the whole teacher; the others wait."""
+        folder = moment.run_dir / "pictures" / step_name(moment.step)
+        teacher = live_teacher(moment.teacher, self._image_size, self._normalization)
         if distributed.rank() == 0:
             try:
-                self._draw(moment)
+                with keep_generators(moment.device), teacher as model:
+                    kinds, at_batch = _shown_kinds(model), moment.stop_requested
+                    for name, figure in draw_pictures(model, self._source, self._range, kinds, moment.device, at_batch):
+                        pixels = draw.figure_pixels(figure)
+                        moment.log.picture(name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), moment.step)
+                        folder.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
+                        folder.mkdir(exist_ok=True)
+                        replace_file(folder / f"{name}.png", draw.png_of(pixels))
             except Exception as error:  # a full disk, too little memory, a library: training must go on
                 reason = error or type(error).__name__
                 moment.log.info(f"warning  no pictures of step {moment.step}: {reason}; training continues")
         distributed.barrier()
         return True
-
-    def _draw(self, moment: StepContext) -> None:
-        """Write PNG files, and the same pictures to TensorBoard."""
-        folder = moment.run_dir / "pictures" / step_name(moment.step)
-        teacher = live_teacher(moment.teacher, self._image_size, self._normalization)
-        with keep_generators(moment.device), teacher as model:
-            kinds, at_batch = _shown_kinds(model), moment.stop_requested
-            for name, figure in draw_pictures(model, self._source, self._range, kinds, moment.device, at_batch):
-                pixels = draw.figure_pixels(figure)
-                moment.log.picture(name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), moment.step)
-                folder.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
-                folder.mkdir(exist_ok=True)
-                replace_file(folder / f"{name}.png", draw.png_of(pixels))

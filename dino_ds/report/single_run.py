@@ -1,6 +1,4 @@
-"""`dino-ds report`: the figures of one run (`--json` prints them), its verdict, and its page, one HTML file by the
-template run.html.
-"""
+"""`dino-ds report`: a run's figures (`--json` prints them), its verdict, and its page by the template run.html."""
 
 from __future__ import annotations
 
@@ -22,17 +20,14 @@ from dino_ds import __version__
 from dino_ds.basics.files import check_absent, replace_file, why_not_writable
 from dino_ds.basics.formatting import duration, gib, nats, number, percent, short
 from dino_ds.basics.names import step_name
-from dino_ds.config.evaluation import margin_of_chance
-from dino_ds.config.loading import code_of, recipe_options
-from dino_ds.config.recipe import Recipe
+from dino_ds.config import evaluation, loading, recipe
 from dino_ds.config.schema import flat_values, show_value
 from dino_ds.config.stages import ORIGIN, Origin
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.evals.tracking import MOST_SHARED, SHARED
 from dino_ds.models.specs.backbones import ALL
-from dino_ds.options.commands import ReportOptions
-from dino_ds.options.definition import Result
+from dino_ds.options import commands, definition
 from dino_ds.report import html
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, RunFiles, read_run
 
@@ -45,11 +40,10 @@ _PICTURES = {
     "neighbors": "Nearest neighbors of six images, with the cosines of their features",
     "pca": "Patches, colored by the first three principal components of their features",
     "attention": "Attention of the CLS token, head by head",
-}
-"""Titles of the kinds of pictures, in the order of the page."""
+}  # titles of the kinds of pictures, in the order of the page
 
 
-def run(options: ReportOptions) -> Result:
+def run(options: commands.ReportOptions) -> definition.Result:
     """Write RUN/report.html; return its path and a summary of the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
@@ -76,7 +70,7 @@ def run(options: ReportOptions) -> Result:
         f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
         f"{gib(facts['memory_gib'])}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
     )
-    return Result({"report": str(page), **facts}, text, value=page)
+    return definition.Result({"report": str(page), **facts}, text, value=page)
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
@@ -85,15 +79,9 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     waits, memory = metrics["data_wait_fraction"].finite, metrics["memory_gib"].finite
     images, seconds = _last(metrics.images), training_seconds(metrics)
     return {
-        "run": str(run.path),
-        "state": run.state,
-        "trained": describe_network(run),
-        "step": run.step,
-        "planned_steps": run.planned_steps,
-        "first_step": metrics.first_step,
-        "images": _count(metrics.images),
-        "epoch": _count(metrics["epoch"]),
-        "training_seconds": seconds,
+        **{"run": str(run.path), "state": run.state, "trained": describe_network(run)},
+        **{"step": run.step, "planned_steps": run.planned_steps, "first_step": metrics.first_step},
+        **{"images": _count(metrics.images), "epoch": _count(metrics["epoch"]), "training_seconds": seconds},
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
         **{key: _last(metrics[key]) for key in html.find_others(metrics) if not key.startswith(html.EVALUATED)},
         "knn": html.summarize_knn(metrics),
@@ -102,11 +90,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "data_wait_fraction": float(waits.mean()) if len(waits) else None,
         "memory_gib": float(memory.max()) if len(memory) else None,
         "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
-        "skipped_steps": _count(metrics["skipped_steps"]),
-        "bad_images": _count(metrics["bad_images"]),
-        "evaluations": run.evaluations,
-        "incidents": run.events.counts,
-        "notes": run.notes,
+        **{key: _count(metrics[key]) for key in ("skipped_steps", "bad_images")},
+        **{"evaluations": run.evaluations, "incidents": run.events.counts, "notes": run.notes},
     }
 
 
@@ -114,43 +99,34 @@ def judge_run(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, s
     """Whether the run has learned something: good, odd or bad, and a sentence that says what to do."""
     path = shlex.quote(str(run.path))
     if run.metrics["collapsed"].last == 1:
-        return "bad", (
-            "Collapsed: the features of all images are alike. Start again with a smaller --optimizer.lr or a longer "
-            "--optimizer.warmup; the incidents say more."
-        )
+        remedy = "Start again with a smaller --optimizer.lr or a longer --optimizer.warmup; the incidents say more."
+        return "bad", f"Collapsed: the features of all images are alike. {remedy}"
+    remedy = f"For this run: dino-ds eval {path} --root TRAIN --test_root TEST"
     if knn is None:
-        return "odd", (
-            "Whether it has learned is not known: no labeled images were held out (--eval.val_share 0.1, of class "
-            f"folders). For this run: dino-ds eval {path} --root TRAIN --test_root TEST."
-        )
+        reason = "no labeled images were held out (--eval.val_share 0.1, of class folders)"
+        return "odd", f"Whether it has learned is not known: {reason}. {remedy}."
     about = run.evaluations.get("knn", {})
     if (shared := about.get(SHARED, 0)) >= MOST_SHARED:
-        return "odd", (
-            f"Whether it has learned is not known: {shared:.0%} of the test images looked at are training images too "
-            f"(--eval.root). For this run: dino-ds eval {path} --root TRAIN --test_root TEST, with other images."
-        )
+        reason = f"{shared:.0%} of the test images looked at are training images too (--eval.root)"
+        return "odd", f"Whether it has learned is not known: {reason}. {remedy}, with other images."
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
     start = knn.get("untrained", knn.get("start"))
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
     tests = about.get("test_images", 0)
-    noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
+    noise = max(_NOISE, evaluation.margin_of_chance(tests) if tests > 0 else 0.0)
     if bar > 100 - noise:
-        return "odd", (
-            f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. "
-            "Ask about classes that are harder to tell apart (--eval.root)."
-        )
+        remedy = "Ask about classes that are harder to tell apart (--eval.root)."
+        return "odd", f"Whether it has learned can't be told: k-NN is {newest}, beside {percent(bar)} {name}. {remedy}"
     if knn["best"] <= bar + noise:
         chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
         return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."
     if knn["teacher"] < knn["best"] - max(noise, _FALL * (knn["best"] - bar)):
-        step, best = f"{knn['best_step']:,}", percent(knn["best"])
-        remedy = (
-            f"take that teacher: dino-ds embed {path}/best_teacher.safetensors --out features.npy"
-            if run.best
-            else "next time keep the best: --eval.keep_best knn"
-        )
-        return "odd", f"Falls since step {step}: k-NN was {best}, and is {newest}; {remedy}, and end earlier."
+        remedy = "next time keep the best: --eval.keep_best knn"
+        if run.best:
+            remedy = f"take that teacher: dino-ds embed {path}/best_teacher.safetensors --out features.npy"
+        falls = f"Falls since step {knn['best_step']:,}: k-NN was {percent(knn['best'])}, and is {newest}"
+        return "odd", f"{falls}; {remedy}, and end earlier."
     return "good", f"Learned: k-NN is {newest}, beside {percent(bar)} {name}."
 
 
@@ -192,12 +168,17 @@ def _count(curve: html.Curve) -> int | None:
 def draw_run(run: RunFiles) -> str:
     facts = summarize(run)
     level, verdict = judge_run(run, facts["knn"])
-    step, planned = facts["step"], facts["planned_steps"]
+    step, planned, state, events = facts["step"], facts["planned_steps"], facts["state"], run.events
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
-    state = facts["state"]
-    events = run.events
     newest = {kind: (line, time) for kind, time, line in events.incidents if LEVELS[kind] == "bad"}
     times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in events.counts.items()}
+    names = {"start": "start", "untrained": "start: untrained"}  # of the bars of k-NN
+    if (knn := facts["knn"] or {}).get("best") != knn.get("teacher"):
+        names["best"] = f"best, step {knn['best_step']:,}"
+    if "teacher" in knn:
+        names["teacher"] = f"newest, step {knn['step']:,}"
+    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
+    bars = [(name, knn[key], 3 if key in ("teacher", "best") else 8) for key, name in names.items() if key in knn]
     return html.render(
         "run.html",
         run=run,
@@ -206,7 +187,7 @@ def draw_run(run: RunFiles) -> str:
         images=_images(run),
         level=level,
         verdict=verdict,
-        bars_of_knn=_knn_bars(facts["knn"] or {}),
+        bars_of_knn=[(name, percent(value), [(color, value)]) for name, value, color in bars],
         alarms=[f"{line} ({time}{times[kind]})" for kind, (line, time) in newest.items()],
         cards=_cards(facts, run.environment.get("devices") == "cpu"),
         **_charts(run.metrics),
@@ -235,18 +216,6 @@ def _images(run: RunFiles) -> str:
     shares = {key: curve.y for key, curve in run.metrics.curves.items() if key.startswith(html.SHARE)}
     parts = [f"{key.removeprefix(html.SHARE)} {percent(100 * float(np.nanmean(y)))}" for key, y in shares.items()]
     return words + (f" (drawn: {', '.join(parts)})" if parts else "")
-
-
-def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Bars of k-NN: start, best and newest teacher, raw pixels and chance."""
-    names = {"start": "start", "untrained": "start: untrained"}
-    if knn.get("best") != knn.get("teacher"):
-        names["best"] = f"best, step {knn['best_step']:,}"
-    if "teacher" in knn:
-        names["teacher"] = f"newest, step {knn['step']:,}"
-    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
-    colors = {"teacher": 3, "best": 3}
-    return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items() if key in knn]
 
 
 def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
@@ -319,9 +288,9 @@ def _picture(path: Path, caption: str) -> dict[str, Any]:
     stream, kind = io.BytesIO(), "webp" if features.check("webp") else "png"
     small.save(stream, kind.upper(), quality=84, method=5)
     address = f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
-    wide, high = small.size
-    spans = wide > 2.2 * high  # both columns
-    return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": spans}
+    wide, high = small.size  # those that are `wide` span both columns
+    about = {"caption": caption, "address": address, "width": wide, "height": high, "wide": wide > 2.2 * high}
+    return {"error": "", **about}
 
 
 def _evaluations(evaluations: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -341,12 +310,10 @@ def _evaluations(evaluations: Mapping[str, dict[str, Any]]) -> list[tuple[str, .
 
 def changed_settings(run: RunFiles) -> list[tuple[html.Tag, str, str, str]]:
     """Key, value, default and description of every setting that differs from the default."""
-    if run.recipe is None:
-        return []
-    values, defaults = flat_values(run.recipe), flat_values(Recipe())
+    values, defaults = flat_values(run.recipe or recipe.Recipe()), flat_values(recipe.Recipe())
     return [
         (html.Tag(each.name, tag="code"), _plain(values[each.name]), _plain(defaults[each.name]), each.description)
-        for each in recipe_options()
+        for each in loading.recipe_options()
         if values[each.name] != defaults[each.name]
     ]
 
@@ -372,9 +339,9 @@ def reproduction(run: RunFiles) -> str:
         files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
     last = run.events.fact("length", "last_step", int)
     files += ["--max_steps", str(last)] if last and run.planned_steps and last < run.planned_steps else []
-    program = ["dino-ds", "train"]
-    if isinstance(ranks := run.environment.get("ranks"), int) and ranks > 1:
+    ranks, program = run.environment.get("ranks"), ["dino-ds", "train"]
+    if isinstance(ranks, int) and ranks > 1:
         program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"]
-    code = ", ".join(code_of(run.recipe)) if run.recipe else ""
+    code = ", ".join(loading.code_of(run.recipe)) if run.recipe else ""
     warning = f"  # imports {code}, which config.yaml names: look at it first" if code else ""
     return shlex.join([*program, *files, "--run_dir", "NEW"]) + warning

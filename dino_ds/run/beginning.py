@@ -1,6 +1,5 @@
 """The beginning of a run: the checkpoint that a start loads, the plain values that the training loop needs of a recipe,
-and the log's first and last lines: what is trained, on what, for how long, and what is unusual.
-"""
+and the log's first and last lines: what is trained, on what, for how long, and what is unusual."""
 
 from __future__ import annotations
 
@@ -58,9 +57,7 @@ def loop_options(
 def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]:
     """Lines for the log about warm-ups that end after the run's length, or after `last_step`, the last step of this
     start; an epoch has `epoch_steps` optimizer steps.
-
-    Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins.
-    """
+    Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins."""
     batch, trial = recipe.data.global_batch, "(a short trial keeps its schedules with --max_steps)"
     last, length = recipe.length.in_steps(batch, epoch_steps), f"length {recipe.length}"
     never = {"model.freeze_backbone": (recipe.model.freeze_backbone, "the backbone would never learn")}
@@ -68,10 +65,8 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     for name, (part, so) in never.items():
         if part.value and (end := part.in_steps(batch, epoch_steps)) >= last:
             raise ConfigError(f"{name} {part} is step {end}, and {length} is {last} steps: {so}; shorten it {trial}")
-    late, how = (
-        {"optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak")},
-        recipe.objective,
-    )
+    how = recipe.objective
+    late = {"optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak")}
     if heads_of(recipe):
         late["objective.freeze_prototypes"] = (how.freeze_prototypes, "the prototypes stay as they were drawn")
     if how.warmup_teacher_temp != how.teacher_temp:
@@ -80,9 +75,8 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     for term in terms_of(recipe):
         if term.weight.length is not None:
             late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
-    ends = (
-        f"{length} is {last}" if last_step >= last else f"--max_steps ends at {last_step} (--length shortens these too)"
-    )
+    cut = f"--max_steps ends at {last_step} (--length shortens these too)"
+    ends = cut if last_step < last else f"{length} is {last}"
     return [
         f"{name} {part} is {steps} steps, and {ends}: {so}"
         for name, (part, so) in late.items()
@@ -96,8 +90,7 @@ class Beginning:
 
     resumed: SavedCheckpoint | None = None
     previous: SavedCheckpoint | None = None
-    continues: bool = False
-    """Whether the stage takes over the whole training state, else the teacher's weights."""
+    continues: bool = False  # whether the stage takes over the whole training state, else the teacher's weights
     images_changed: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -117,10 +110,8 @@ class Beginning:
 
     def load(self, saver: Saver) -> list[str]:
         """Load the checkpoint into the parts of the run, once they are built; returns lines for the log.
-
         A stage that does not continue loads the objective's running statistics alone. Tensors that the checkpoint lacks
-        keep their initial values, and are named; so does a teacher that becomes a copy of another one now or later.
-        """
+        keep their initial values, and are named; so does a teacher that becomes a copy of another one now or later."""
         if self.resumed is not None:
             saver.restore(self.resumed, self.resumed.whole())
             saver.saved_step = self.resumed.manifest.step
@@ -143,21 +134,17 @@ class Beginning:
 
 def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: TrainOptions, request: Request) -> Beginning:
     """Choose the checkpoint of a start in `folder`, on every rank. For a new stage, set the folder's `origin`, and let
-    its recipe count steps from there.
-
-    Raises ConfigError or CheckpointError where there is no checkpoint to begin with, or its network is not the stage's.
-    """
+    its recipe count steps from there. Raises ConfigError or CheckpointError without a checkpoint, or for one of another
+    network."""
     if folder.resume:
         choice = checkpoints.choose(folder.wanted_step, folder.run_id, folder.check)
         if choice.saved is not None:
             return Beginning(choice.saved, notes=choice.notes)
         with distributed.raise_on_all_ranks():
             if (teacher := folder.path / "teacher.safetensors").exists():
-                raise CheckpointError(
-                    f"{folder.path} has no checkpoint, and had one: {teacher} was written with it. Bring "
-                    f"{folder.path / 'checkpoints'} back; to start from the beginning, name another --run_dir, or move "
-                    "that file away"
-                )
+                problem = f"{folder.path} has no checkpoint, and had one: {teacher} was written with it"
+                anew = "to start from the beginning, name another --run_dir, or move that file away"
+                raise CheckpointError(f"{problem}. Bring {folder.path / 'checkpoints'} back; {anew}")
         if not folder.may_start_anew:
             raise no_checkpoint(folder.path)
     if folder.recipe.stage_start is None:
@@ -194,21 +181,18 @@ def _of_stage(folder: RunFolder, run: Path, step: int | None, request: Request) 
 def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None:
     """Raises CheckpointError, naming the differences, where a stage can't begin with a run of the recipe `source`."""
     backbones = [recipe.model.spec() for recipe in (source, ours)]
+    other = f"{run} is of another backbone:"
     if len({type(spec) for spec in backbones}) == 2:
-        raise CheckpointError(
-            f"{run} is of another backbone: {source.model.backbone} there, {ours.model.backbone} here"
-        )
+        raise CheckpointError(f"{other} {source.model.backbone} there, {ours.model.backbone} here")
     if differ := _differences(*(vars(spec) for spec in backbones)):
-        other = backbones[0].in_chans != backbones[1].in_chans
-        advice = "; model.init_from in the place of --from adapts weights to other channels" if other else ""
-        raise CheckpointError(f"{run} is of another backbone: {differ}{advice}")
+        advice = "; model.init_from in the place of --from adapts weights to other channels"
+        raise CheckpointError(f"{other} {differ}{advice * (backbones[0].in_chans != backbones[1].in_chans)}")
     heads = [heads_of(recipe) for recipe in (source, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:
-            raise CheckpointError(
-                f"{run} has no {name}: a stage can't begin with a head that was not trained; see "
-                "objective.ibot_weight, objective.ibot_head and objective.dino_weight"
-            )
+            problem = f"{run} has no {name}: a stage can't begin with a head that was not trained"
+            remedy = "see objective.ibot_weight, objective.ibot_head and objective.dino_weight"
+            raise CheckpointError(f"{problem}; {remedy}")
         if differ := _differences(vars(heads[0][name]), vars(head)):
             raise CheckpointError(f"{run} has another {name}: {differ}")
     if continues:
@@ -233,10 +217,8 @@ def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]
         raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
     spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (source, ours)]
     if "pos_embed_interpolation" in spec.obeys and sizes[0] != sizes[1]:
-        raise CheckpointError(
-            f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones; set "
-            f"crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}"
-        )
+        problem = f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones"
+        raise CheckpointError(f"{problem}; set crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}")
 
 
 def _differences(source: dict[str, object], ours: dict[str, object]) -> str:
@@ -245,13 +227,11 @@ def _differences(source: dict[str, object], ours: dict[str, object]) -> str:
     return ", ".join(f"{name} {source[name]} there, {ours.get(name)} here" for name in names)
 
 
-MOST_KEPT = 0.5
-"""Largest share that the initial weights may still have in a teacher at the end."""
+MOST_KEPT = 0.5  # largest share that the initial weights may still have in a teacher at the end
 
 
 def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Request, notes: Iterable[str]) -> None:
-    """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
-    run was built."""
+    """Write the first lines of a run's log, those for the screen, then details; `notes` are from building the run."""
     recipe, config, device, data = folder.recipe, folder.config, run.step.engine.device, folder.recipe.data
     steps, batch = run.step.schedules.steps, data.global_batch
     own_steps = run.options.last_step - folder.first_step
@@ -262,24 +242,16 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         shown.append(Event(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}", step=done))
-    shown += [
-        f"warning  {text}"
-        for text in [
-            *few_images(run.options.images, own_steps * batch, data.advise_command),
-            *alone,
-            *slow_teachers(recipe, steps),
-        ]
-    ]
+    few = few_images(run.options.images, own_steps * batch, data.advise_command)
+    shown += [f"warning  {text}" for text in (*few, *alone, *slow_teachers(recipe, steps))]
     texts = [*notes, *balanced]
     room = max(0, 9 - len(shown))  # lines on the screen before that about the run folder
     hidden = len(texts) - room
     more = "" if hidden <= 0 else f"{hidden} more note{'s' if hidden > 1 else ''} and "
-    details = [
-        f"batch    global batch {batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks "
-        f"{given_batch[2]}; {run.options.epoch_steps} steps an epoch",
-        f"engine   ZeRO {config.stage}, {config.precision}, {device}",
-        *([f"chosen   {chosen.reason}"] if chosen.reason else []),
-    ]
+    product = f"{batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks {given_batch[2]}"
+    details = [f"batch    global batch {product}; {run.options.epoch_steps} steps an epoch"]
+    details += [f"engine   ZeRO {config.stage}, {config.precision}, {device}"]
+    details += [f"chosen   {chosen.reason}"] if chosen.reason else []
     run.log.info(
         *shown,
         *(f"note     {text}" for text in texts[:room]),
@@ -300,7 +272,11 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     size = f"{weights / 1e6:,.1f} million" if weights >= 1e6 else f"{weights:,}"
     network = f"{recipe.model.backbone} ({spec.sizes}; {size} weights)"
     loss = " + ".join(term.title.removeprefix("Loss of ") for term in terms_of(recipe))
-    yield f"trains   {network} on {_crops_in_words(recipe)}; loss: {loss}"
+    crops = []  # for each resolution, such as "2 global crops of 224 px, 8 local of 96"
+    for groups in map(recipe.groups_of, recipe.resolutions):
+        first_group, *others = [f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in groups]
+        crops.append(", ".join([first_group.format(" crops", " px"), *(text.format("", "") for text in others)]))
+    yield f"trains   {network} on {'; or '.join(crops)}; loss: {loss}"
     if chosen.trained:
         yield f"trained  {chosen.trained}"
     on_gpu = run.step.engine.device.type == "cuda"
@@ -309,15 +285,11 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     gib = "" if chosen.predicted_gib is None else f"; {chosen.predicted_gib:.1f} GiB of memory predicted{each}"
     yield f"device   {where}, {config.precision}, {ranks} process{'es' if ranks > 1 else ''}{gib}"
     total = f" of the schedules' {steps:,}" if options.last_step < steps else ""
-    first = folder.first_step
-    images = (options.last_step - first) * data.global_batch
-    since = f" from step {first:,}" if first else ""
-    yield Event(
-        f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}, "
-        f"each {short(images / options.images)} times",
-        steps=steps,
-        last_step=options.last_step,
-    )
+    images = (options.last_step - folder.first_step) * data.global_batch
+    since = f" from step {folder.first_step:,}" if folder.first_step else ""
+    length = f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images{since}"
+    length += f", each {short(images / options.images)} times"
+    yield Event(length, steps=steps, last_step=options.last_step)
     shown_above = ("data.root", "data.source")
     overrides = [f"{key} {unquoted(value)}" for key, value in request.recipe.items() if key not in shown_above]
     name = folder.config_name or (f"that of {folder.origin.run}" if folder.origin else "the defaults")
@@ -329,45 +301,25 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     yield f"recipe   {name}{changed}"
 
 
-def _crops_in_words(recipe: Recipe) -> str:
-    """Describe the crops in words, such as "2 global crops of 224 px, 8 local of 96"."""
-    several = []
-    for resolution in recipe.resolutions:
-        first, *others = [
-            f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in recipe.groups_of(resolution)
-        ]
-        several.append(", ".join([first.format(" crops", " px"), *(text.format("", "") for text in others)]))
-    return "; or ".join(several)
-
-
 def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
-    """Return warnings about too few `images`, and about images shown too often; shown: images of all steps; advise: the
-    command that says what else to do."""
+    """Warnings about few `images`, and about images shown too often; shown: images of all steps; advise: a command."""
     most = fields.MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
-    often = (
-        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {fields.MOST_PASSES:,} at "
-        f'most: --length "{most} images"'
-    )
+    often = f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises "
+    often += f'{fields.MOST_PASSES:,} at most: --length "{most} images"'
     return [few] * (images < fields.FEW_IMAGES) + [often] * (shown >= most + images)
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
-    """Return warnings about EMA teachers that after `steps` steps still consist mostly of their random initial weights,
-    and so give the targets of an untrained network."""
+    """Warnings about EMA teachers that after `steps` steps still consist mostly of their random initial weights."""
     warnings = []
     drawn = recipe.stage_start is None and recipe.model.init_from is None
-    for teacher in teachers_of(recipe):
-        if not (teacher.follows and drawn):
-            continue
+    for teacher in [teacher for teacher in teachers_of(recipe) if teacher.follows and drawn]:
         rate = sum(1 - teacher.momentum_at(steps * part // 100, steps) for part in range(100)) / 100
         if (kept := math.exp(-rate * steps)) > MOST_KEPT:
             key = "teacher.momentum" if teacher.name == EMA else f"teacher.others: {teacher.name} momentum"
-            faster = f"{max(0.0, 1 - 10 / steps):.4g}"
-            warnings.append(
-                f"after all {steps} steps the teacher would still be {kept:.0%} what it began as: lower {key} (here "
-                f"{faster} or less) or train longer"
-            )
+            began = f"after all {steps} steps the teacher would still be {kept:.0%} what it began as"
+            warnings.append(f"{began}: lower {key} (here {max(0.0, 1 - 10 / steps):.4g} or less) or train longer")
     return warnings
 
 

@@ -1,6 +1,5 @@
 """Watches over a run from its first moment: hangs, failures, memory, the run folder, requests to stop it at the next
-step (signals, RUN/stop, a launcher's end), and the Python program that has started the run and outlives it.
-"""
+step (signals, RUN/stop, a launcher's end), and the Python program that has started the run and outlives it."""
 
 from __future__ import annotations
 
@@ -30,17 +29,12 @@ from dino_ds.health.beat import Beat, Heartbeats
 from dino_ds.health.monitor import Failures, watchdog
 from dino_ds.health.processes import RunLock
 
-_PARTS = {
+_PARTS = {  # `Beat.where` in words
     **dict.fromkeys(("teacher", "targets", "student", "loss", "step"), "the forward pass"),
-    "backward": "the backward pass",
     **dict.fromkeys(("optimizer", "center", "ema"), "the optimizer"),
-    "evaluate": "evaluation",
-    "save": "saving",
-    "data": "loading",
-    "start": "building the model",
-    "end": "the end",
+    **{"backward": "the backward pass", "evaluate": "evaluation", "save": "saving"},
+    **{"data": "loading", "start": "building the model", "end": "the end"},
 }
-"""`Beat.where` in words."""
 
 
 class Guards(NamedTuple):
@@ -67,9 +61,7 @@ def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterat
 
 class FolderLock:
     """The lock of a run folder and the heartbeats of this start in it, held from the start's first moment to its end.
-
-    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start.
-    """
+    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start."""
 
     def __init__(self, run_dir: Path, guards: Guards) -> None:
         self._lock, self._heartbeats = RunLock(run_dir), Heartbeats(run_dir)
@@ -116,8 +108,7 @@ class FolderLock:
 
 @dataclass
 class MemoryGuard:
-    """Turns this rank's allocator errors into OutOfMemory, with advice for `run`: its settings, and the GiB
-    predicted."""
+    """Turns this rank's allocator errors into OutOfMemory, with advice for `run`: its settings, and predicted GiB."""
 
     beat: Beat
     run: tuple[Recipe, DsConfig, float | None] | None = None
@@ -154,38 +145,29 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
     if part == "loading" and not on_gpu:
         return "fewer --data.workers, or a smaller micro-batch"
     if part in ("the optimizer", "building the model", "saving", "the end"):
-        more, ds = (
-            ("shard", "zero3_bf16")
-            if recipe.optimizer.kind in COMMUNICATES_IN_STEP
-            else ("shard or offload", "zero2_bf16_offload")
-        )
+        only_shards = recipe.optimizer.kind in COMMUNICATES_IN_STEP
+        more, ds = ("shard", "zero3_bf16") if only_shards else ("shard or offload", "zero2_bf16_offload")
         return f"{more} more, such as --ds_config ds_configs/{ds}.json, or take a smaller model"
     images = config.micro_batch * config.accumulation
     size = next((size for size in range(config.micro_batch // 2, 0, -1) if images % size == 0), 0)
     if size:
         low = config.stage == 1 and config.precision != "fp32"  # stage 1 would accumulate in low precision
-        return (
-            f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}"
-            f"{' --ds.zero_optimization.stage 2' if low else ''}, the same global batch in smaller parts"
-        )
+        flags = f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}"
+        return f"{flags}{' --ds.zero_optimization.stage 2' * low}, the same global batch in smaller parts"
     return "--ds.activation_checkpointing.number_checkpoints auto, or a smaller model"
 
 
 class StopRequests:
     """A `with` block in which the first signal asks for a stop, and a second one ends the process at once.
-
     Before `install` there is nothing to save: the first signal ends the process. `nothing_to_save` (reason) and
     `at_once` (exit code, message) are called before the process ends so. A thread does this, woken by Python's handler
-    in C, so that it works while the main thread waits in a collective.
-    """
+    in C, so that it works while the main thread waits in a collective."""
 
     def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
         self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
-        self._signal = ""
-        self._first_at = 0.0
+        self._signal, self._first_at = "", 0.0
         self._ask: Callable[[], None] | None = None
-        self.over = False
-        """Set once everything is saved: later signals are ignored, as a launcher's SIGTERM to rank after rank."""
+        self.over = False  # once everything is saved: later signals, as a launcher's SIGTERMs, are ignored
         self._handlers: dict[signal.Signals, Any] = {}
         self._name = f"dino_ds stop {next(_numbers)}"
 
@@ -238,19 +220,19 @@ class StopRequests:
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
             for number in data:
-                if number in self._handlers and not self.over:
-                    self._hear(self._beat.stop_reason or signal.Signals(number).name, number)
-
-    def _hear(self, name: str, number: int) -> None:
-        if not self._signal:
-            if self._ask is None:
-                self._signal = name
-                self._nothing_to_save(name)
-                _leave(STOPPED)
-            self.request(name)
-        elif self._again():
-            self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
-            _leave(128 + number)
+                if number not in self._handlers or self.over:
+                    continue
+                name = self._beat.stop_reason or signal.Signals(number).name
+                if not self._signal:
+                    if self._ask is None:
+                        self._signal = name
+                        self._nothing_to_save(name)
+                        _leave(STOPPED)
+                    self.request(name)
+                elif self._again():
+                    lost = f"ended at once by {self._signal} and {name}; what was not saved is lost"
+                    self._at_once(128 + number, lost)
+                    _leave(128 + number)
 
     def _again(self) -> bool:
         """Whether a signal that comes now is a second one, not the first one forwarded by a launcher."""
@@ -272,8 +254,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-Callback = Callable[[int, dict[str, Any]], object]
-"""Called with a step and its line of metrics.jsonl."""
+Callback = Callable[[int, dict[str, Any]], object]  # called with a step and its line of metrics.jsonl
 
 
 class Caller:
@@ -307,10 +288,7 @@ class Caller:
 
 class CallersStopRequests(StopRequests):
     """Stop requests in a program that goes on after the run, such as a notebook: nothing here ends the process.
-
-    Before `install`, and from the second signal on, the program's own handlers act: Ctrl-C is a
-    KeyboardInterrupt. If the run is not in the main thread, they always act.
-    """
+    Before `install`, from the second signal on, and outside the main thread the program's own handlers act."""
 
     def __init__(self, beat: Beat) -> None:
         super().__init__(beat, lambda _: None, lambda *_: None)

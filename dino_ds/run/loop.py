@@ -1,6 +1,5 @@
 """The training loop: micro-batches, the work between optimizer steps, and what it reports: a line of metrics every
-`log_every` steps, progress, unreadable images, and steps that are skipped because of NaN or infinity.
-"""
+`log_every` steps, progress, unreadable images, and steps that are skipped because of NaN or infinity."""
 
 from __future__ import annotations
 
@@ -53,8 +52,14 @@ class Loop:
         """Train to the last step. Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
-        self._evaluate_start()
-        if step.applied_steps == 0:
+        done, at_start, evaluations = step.applied_steps, self._saver.saved_step == 0, run.evaluations
+        # The weights that training begins with, or those of a resumed step whose evaluation was interrupted.
+        if evaluations is not None and (done == 0 or evaluations.missed(done, at_start)):
+            if not self._run_now(evaluations, at_start):
+                self._end_early()
+            if evaluations.improved():
+                self._log.info(*self._saver.save_best())
+        if done == 0:
             self._run_if_due(run.pictures, last=False)
         with closing(open_feed()) as feed:
             self._reports.begin()
@@ -67,16 +72,6 @@ class Loop:
         self._log.info(*[f"ended    {self._reports.drift.ended}"] * bool(self._reports.drift.ended))
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
-
-    def _evaluate_start(self) -> None:
-        """Evaluate the weights that training begins with, or of a resumed step whose evaluation was interrupted."""
-        run, done, at_start = self._run, self._run.step.applied_steps, self._saver.saved_step == 0
-        if run.evaluations is None or not (done == 0 or run.evaluations.missed(done, at_start)):
-            return
-        if not self._run_now(run.evaluations, at_start):
-            self._end_early()
-        if run.evaluations.improved():
-            self._log.info(*self._saver.save_best())
 
     def _finished(self) -> bool:
         evaluations = self._run.evaluations
@@ -102,7 +97,17 @@ class Loop:
             return
         window, self._window = self._window, []
         self._beat.warm = True  # the limits of a process that has warmed up apply
-        (self._after_skip if progress is engine.Progress.SKIPPED else self._after_step)(window)
+        if progress is not engine.Progress.SKIPPED:
+            self._after_step(window)
+            return
+        self._reports.skipped(window)
+        if any(distributed.gather_objects(bool(self._stop.why))):
+            self._saver.check_folder()
+            if step.applied_steps > self._saver.saved_step:
+                self._save(wait=True)
+            else:
+                self._log.info(*self._saver.saving.finish(must=True))
+            self._end_early()
 
     def _train(self, batch: Batch, feed: Feed) -> _Trained:
         run, options = self._run, self._run.options
@@ -139,16 +144,6 @@ class Loop:
         if self._saves.due(done) or last or stop or improved:
             self._save(wait=last or stop)
         if stop:
-            self._end_early()
-
-    def _after_skip(self, window: list[_Trained]) -> None:
-        self._reports.skipped(window)
-        if any(distributed.gather_objects(bool(self._stop.why))):
-            self._saver.check_folder()
-            if self._run.step.applied_steps > self._saver.saved_step:
-                self._save(wait=True)
-            else:
-                self._log.info(*self._saver.saving.finish(must=True))
             self._end_early()
 
     def _run_if_due(self, task: PeriodicTask | None, last: bool) -> bool:
@@ -205,10 +200,8 @@ _MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
 
 class Reports:
     """Collects and writes the reports of a run. The loop updates `clock`. Every rank calls every method.
-
     newest: the step of the newest micro-batch since the last line of metrics. unreadable, notes: this rank's unreadable
-    images, and the notes of its loader, which are not reported yet.
-    """
+    images, and the notes of its loader, which are not reported yet."""
 
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
@@ -251,17 +244,14 @@ class Reports:
         limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(seen) > limit:
             self._log.info(*self._saver.saving.finish())
-            raise DataError(
-                f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
-                f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or allow more "
-                f"(--data.max_bad_fraction {math.ceil(200 * len(seen) / run.options.images) / 100:g})"
-            )
+            enough = math.ceil(200 * len(seen) / run.options.images) / 100
+            problem = f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows {limit}"
+            remedy = f"fix or remove them, or allow more (--data.max_bad_fraction {enough:g})"
+            raise DataError(f"{problem}; their names are in {run.path / 'log.txt'}: {remedy}")
 
     def skipped(self, window: list[_Trained]) -> None:
         """Report a skipped step. A mere fp16 overflow is no bad step: it is how the loss scale is found.
-
-        Raises NumericError, on all ranks, at the third bad step in a row, or if the loss scale can't fall further.
-        """
+        Raises NumericError, on all ranks, at the third bad step in a row, or if the loss scale can't fall further."""
         run, step = self._run, self._run.step
         run.state.skipped_steps += 1
         bad = [name for micro in window if not torch.isfinite(micro.step.loss) for name in micro.names]
@@ -269,10 +259,8 @@ class Reports:
         ranks = [rank for rank, (names, _) in enumerate(by_rank) if names]
         if not ranks and step.engine.config.dynamic_loss_scale:
             if step.engine.scale_is_exhausted:
-                raise NumericError(
-                    f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
-                    "lower optimizer.lr, or use a bf16 ds config"
-                )
+                problem = f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g})"
+                raise NumericError(f"{problem}: lower optimizer.lr, or use a bf16 ds config")
             line = f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
             self._log.info(Event(line, "overflow", detail=True))
             return
@@ -284,17 +272,14 @@ class Reports:
             about = {"step": step.applied_steps, "in_a_row": self._bad_in_a_row, "what": quantity}
             append_line(run.path / _FILE, json.dumps({**about, "ranks": ranks, "images": images}))
         more = f" and {len(images) - 4} more" if len(images) > 4 else ""
-        reason = (
-            f"the {quantity} is NaN or infinite after step {step.applied_steps}, on images of ranks "
-            f"{', '.join(map(str, ranks))}: {', '.join(images[:4])}{more}"
-        )
+        where = f"on images of ranks {', '.join(map(str, ranks))}: {', '.join(images[:4])}{more}"
+        reason = f"the {quantity} is NaN or infinite after step {step.applied_steps}, {where}"
         said = f"{reason}; nothing moved ({self._bad_in_a_row} in a row; {_MOST} stop the run)"
         self._log.info(Event(said, "not finite"))
         if self._bad_in_a_row >= _MOST:
-            raise NumericError(
-                f"{reason}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
-                f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
-            )
+            remedy = f"Look at the images in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
+            before = f"{_MOST} times in a row; checkpoints in {run.path} are from before"
+            raise NumericError(f"{reason}, {before}. {remedy}")
 
     def trained(self, window: list[_Trained]) -> None:
         """Add the micro-batches of an applied step."""
@@ -392,10 +377,7 @@ class Reports:
 
 def constant_images(crops: list[Tensor]) -> Tensor:
     """Mark the images that have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
-
-    A range of 1e-3 standard deviations counts as one color, where an 8-bit level is 17e-3; a grid of 32 x 32 pixels is
-    looked at.
-    """
+    Of a grid of 32 x 32 pixels, a range of 1e-3 standard deviations counts as one color; an 8-bit level is 17e-3."""
     steps = [max(1, crop.shape[-1] // 32) for crop in crops]
     grids = [crop[:, :, ::step, ::step] for crop, step in zip(crops, steps, strict=True)]
     return torch.stack([(seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < 1e-3 for seen in grids]).all(0)
@@ -409,13 +391,11 @@ def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
     """Return how many unreadable images are allowed among the first `sampled` different ones of `images`.
-
     Images come in random order, so this is the expected number in data with exactly `fraction` of unreadable images,
     plus 4 standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is
     ceil(fraction * images) once all images were seen. Data twice as bad as allowed is detected after about 16 /
     fraction images, a folder without readable images at once; one bad file among the first stops no run unless
-    `fraction` is 0.
-    """
+    `fraction` is 0."""
     sampled = min(sampled, images)
     expected = fraction * sampled
     return math.ceil(expected + 4.0 * math.sqrt(expected * (1 - sampled / images)))

@@ -3,8 +3,7 @@
 rank may call everything.
 
 DeepSpeed does not get the sections of these loggers: its engine would synchronize the device in every step to write its
-loss.
-"""
+loss."""
 
 from __future__ import annotations
 
@@ -70,12 +69,9 @@ class Clock:
     def read(self) -> dict[str, float]:
         """`images_per_second` and `data_wait_fraction` (0 to 1) since the last reading."""
         seconds = time.perf_counter() - self._begin - self._spent["pause"]
-        values = {
-            "images_per_second": self.steps * self._batch / seconds,
-            "data_wait_fraction": self._spent["wait"] / seconds,
-        }
+        rate, waiting = self.steps * self._batch / seconds, self._spent["wait"] / seconds
         self._reset()
-        return values
+        return {"images_per_second": rate, "data_wait_fraction": waiting}
 
 
 class Logger(NamedTuple):
@@ -88,10 +84,8 @@ class Logger(NamedTuple):
 
 class RunLog:
     """Writes the growing files of a run folder, and the console, with details if `verbose`.
-
     On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` get the numbers
-    too; one that fails is dropped. `tell` is called with every line of metrics.jsonl.
-    """
+    too; one that fails is dropped. `tell` is called with every line of metrics.jsonl."""
 
     def __init__(
         self,
@@ -102,9 +96,8 @@ class RunLog:
         verbose: bool = False,
     ) -> None:
         self._loggers, self._tell, self._verbose = [*loggers], tell, verbose
-        self._files, self._board = dict[str, FileIO](), None
+        self._files, self._board, self._lost = dict[str, FileIO](), None, set[str]()
         self._bar: tqdm[Any] | None = None
-        self._lost: set[str] = set()
         self._excepthook = threading.excepthook
         if distributed.rank() != 0:
             return
@@ -138,7 +131,10 @@ class RunLog:
         """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
         if not self._files:
             return
-        rounded = {name: _rounded(value) for name, value in record.items()}
+        # Floats have nine digits, as FP32 values need; NaN and infinity are text.
+        texts = {name: f"{value:.9g}" for name, value in record.items() if isinstance(value, float)}
+        finite = {name: float(text) for name, text in texts.items() if math.isfinite(record[name])}
+        rounded = {**record, **texts, **finite}
         self._append("metrics.jsonl", json.dumps(rounded))
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
@@ -149,9 +145,8 @@ class RunLog:
                 logger.write(numbers, record["step"])
             except Exception as error:  # of any package or network: training goes on
                 self._loggers.remove(logger)
-                self.info(
-                    f"warning  {logger.name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all"
-                )
+                failed = f"{logger.name} takes no more metrics: {one_line(error)}"
+                self.info(f"warning  {failed}; metrics.jsonl has them all")
         if self._tell is not None:
             self._tell(rounded)
 
@@ -203,13 +198,6 @@ class RunLog:
                 with suppress(OSError):
                     thing.close()
         threading.excepthook = self._excepthook
-
-
-def _rounded(value: Any) -> Any:
-    """A value for metrics.jsonl: floats with nine digits, as FP32 values need; NaN and infinity as text."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if value - value == 0 else str(value)
 
 
 def _keep_lines_until(path: Path, step: int) -> None:
@@ -280,10 +268,8 @@ def _open_trackio(section: Mapping[str, Any], run_dir: Path, run_id: str) -> Log
 
 NEAR = 0.02
 """Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""
-NO_KL = 0.01
-"""Fraction of ln K below which the KL says that the teacher gives every image the same target."""
-WINDOWS = 10
-"""Consecutive lines of metrics before the alarm: a single batch may come near either bound."""
+NO_KL = 0.01  # fraction of ln K below which the KL says that the teacher gives every image the same target
+WINDOWS = 10  # consecutive lines of metrics before the alarm: a single batch may come near either bound
 _HINTS = {
     "one prototype": "lower optimizer.lr or raise objective.teacher_temp; with Sinkhorn-Knopp raise data.global_batch, "
     "else lower objective.center_momentum",
@@ -309,12 +295,10 @@ class _Alarm:
 
 class CollapseAlarm(_Alarm):
     """Checks the entropy and the KL of targets over prototypes in each line of metrics.
-
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
-    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
-    targets are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as
-    these. rows: what has one target each, an image or a patch.
-    """
+    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). These are
+    normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as them. rows:
+    what has one target each, an image or a patch."""
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
         super().__init__()
@@ -328,10 +312,8 @@ class CollapseAlarm(_Alarm):
                 kind = "one prototype"
             elif entropy > (1 - NEAR) * self._most and step > self._warmup_steps:
                 kind = "uniform"
-        symptom = (
-            f"the teacher gives every {self._rows} the same target ({kind}; entropy {entropy:.3f} of {self._most:.3f} "
-            f"nats, KL {kl:.4f}; DINO, figure 7); {_HINTS.get(kind)}"
-        )
+        values = f"{kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}; DINO, figure 7"
+        symptom = f"the teacher gives every {self._rows} the same target ({values}); {_HINTS.get(kind)}"
         return self._report(step, kind, symptom)
 
 
@@ -357,8 +339,7 @@ its weight on this distance 0.14 was reached, where ridge was below the start (d
 
 @dataclass
 class DriftAlarm:
-    """Warns of features that leave those of the weights that a run started from. `ended` says why the run ends, ""
-    before: their distance is above `most`."""
+    """Warns of features that leave those of the weights that a run started from. `ended`: why the run ends, or ""."""
 
     most: float | None = None
     ended: str = ""

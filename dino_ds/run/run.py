@@ -1,7 +1,6 @@
 """A run as its loop sees it: the parts that `dino_ds.train` has built, the state of training, and the saving of both.
 
-The loop knows evaluations and pictures only as `PeriodicTask`.
-"""
+The loop knows evaluations and pictures only as `PeriodicTask`."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ from dino_ds.run.metrics import RunLog
 
 @dataclass(frozen=True)
 class StepContext:
-    """The state of a run between two steps; images: number of images in all steps so far; at_start: the run or stage
-    has made no step yet. Long work calls `stop_requested` every few seconds, which also shows its progress to the
-    watchdog."""
+    """The state of a run between two steps; images: of all steps so far; at_start: the run or stage has made no step
+    yet. Long work calls `stop_requested` every few seconds, which also shows its progress to the watchdog."""
 
     teacher: Teacher
     device: torch.device
@@ -96,11 +94,9 @@ class RunState:
 @dataclass(frozen=True)
 class LoopOptions:
     """Plain values that the loop needs from a recipe and its images, so that it depends on neither.
-
     epoch_steps: optimizer steps of one pass over the `images`. save_every: in steps, or None to let `SaveClock` decide.
     teacher_groups: names of the crop groups whose outputs are the targets. part_ends: by source, images up to its last.
-    most_drift: the distance to the start's features above which the run ends, or None.
-    """
+    most_drift: the distance to the start's features above which the run ends, or None."""
 
     images: int
     global_batch: int
@@ -126,21 +122,16 @@ class Run:
     log: RunLog
 
 
-FIRST_SAVE_AFTER = 5
-"""Steps of this process before its first save, which shows a broken disk early."""
-_OWN = "own."
-"""Prefix of the states of users' terms, in the file of each rank."""
-SAVE_SECONDS = 600.0
-"""Time between later saves, which a run that dies loses at most."""
+FIRST_SAVE_AFTER = 5  # steps of this process before its first save, which shows a broken disk early
+_OWN = "own."  # prefix of the states of users' terms, in the file of each rank
+SAVE_SECONDS = 600.0  # time between later saves, which a run that dies loses at most
 
 
 @dataclass
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
-
     Lines that methods return are for the log. `saving` commits saves. description: fields of Manifest that are the same
-    in all checkpoints of this start. files: the run's `TeacherFiles`.
-    """
+    in all checkpoints of this start. files: the run's `TeacherFiles`."""
 
     checkpoints: Checkpoints
     step: TrainingStep
@@ -177,10 +168,9 @@ class Saver:
         with distributed.raise_on_all_ranks():
             run_dir = self.checkpoints.folder.parent
             if distributed.rank() == 0 and is_gone(run_dir / "config.yaml"):
-                raise CheckpointError(
-                    f"{run_dir} is gone, removed or renamed while the run was at work: training ends, and "
-                    "nothing more is saved. If it was renamed, give --run_dir its new path, and --resume"
-                )
+                gone = f"{run_dir} is gone, removed or renamed while the run was at work"
+                remedy = "If it was renamed, give --run_dir its new path, and --resume"
+                raise CheckpointError(f"{gone}: training ends, and nothing more is saved. {remedy}")
 
     def save(self, wait: bool) -> list[str]:
         """Write a checkpoint, and the teacher as one file that timm reads, while training continues; with `wait` it is
@@ -244,10 +234,8 @@ class Saver:
 
 class SaveClock:
     """Decides after which optimizer steps a checkpoint is written, the same on all ranks.
-
     every: steps, 0 for never, or None for a save FIRST_SAVE_AFTER steps after step `start`, with which this process
-    began, and then one every SAVE_SECONDS: the slowest rank's first steps say how many steps these are.
-    """
+    began, and then one every SAVE_SECONDS: the slowest rank's first steps say how many steps these are."""
 
     def __init__(self, every: int | None, start: int) -> None:
         self._every, self._start, self._began = every, start, 0.0

@@ -1,7 +1,6 @@
 """The run folder: whether a start may begin or continue there, with the same images and settings as its checkpoint and
 on all ranks alike; and its files, with the newest teacher (teacher.*), the best one by a metric (best_teacher.*), and
-versions, machine and the command line of each start (environment.json).
-"""
+versions, machine and the command line of each start (environment.json)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import Source, evenly_spaced_indices
 from dino_ds.engine import distributed
-from dino_ds.engine.schedules import Schedules
 from dino_ds.errors import CheckpointError, ConfigError, DataError, unwritable
 from dino_ds.health import beat
 from dino_ds.method.build import build_schedules
@@ -64,16 +62,6 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
 
 
-def _first_difference(old: Schedules, new: Schedules, step: int) -> int | None:
-    """The first step from `step` on at which the schedules differ, among their edges and steps between."""
-    last = max(old.steps, new.steps, step + 1)
-    lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
-    ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
-    edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
-    probes = sorted({*range(step, last, max(1, (last - step) // 500)), *edges})
-    return next((probe for probe in probes if old.at(probe) != new.at(probe)), None)
-
-
 def describe_images(source: Source, root: str | None) -> ImageSet:
     """Describe all images, on rank 0 for all ranks. Raises DataError, on all ranks, where ranks differ in the number of
     images or in some of their names: they would train on different data and wait for each other forever."""
@@ -86,15 +74,12 @@ def describe_images(source: Source, root: str | None) -> ImageSet:
                 "data.root must hold the same files on all machines",
                 said_by_me=distributed.rank() == 0,
             )
-    images: ImageSet = distributed.gather_objects(ImageSet.of(source, root) if distributed.rank() == 0 else None)[0]
-    return images
+    return distributed.gather_objects(ImageSet.of(source, root) if distributed.rank() == 0 else None)[0]
 
 
 def check_same_start(run_dir: Path, recipe: Recipe, ds: Mapping[str, Any]) -> None:
     """Raises ConfigError, on all ranks, where a rank starts something else than rank 0; names the first difference.
-
-    Paths may differ, as those of a disk may by machine; images are compared by content later.
-    """
+    Paths may differ, as those of a disk may by machine; images are compared by content later."""
     mine: dict[str, Any] = {**versions(), "the code of dino_ds": hash_code(), "the run folder's name": run_dir.name}
     mine |= {key: value for key, value in schema.flat_values(recipe).items() if key not in stages.path_keys()}
     mine |= {f"ds.{key}": value for key, value in schema.flatten(dict(ds)).items()}
@@ -137,10 +122,8 @@ class TeacherFiles:
         self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     ) -> list[str]:
         """Make the best teacher's file agree with a run that continues at step `start`; returns lines for the log.
-
         If it is not of the step of `best`, as after a crash, `exported` takes the teacher from that step's checkpoint.
-        Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
-        """
+        Without this checkpoint, a file of a step after `start` is removed. Raises OSError."""
         there, step = best_step(self.path), best["step"]
         folder = self.path / "checkpoints" / step_name(step or 0)
         if there == step:
@@ -178,13 +161,10 @@ def earlier_recipe(path: Path, resume: fields.Resume) -> Recipe | None:
 
 class RunFolder:
     """The run folder as a start finds it: it holds a run already, or one begins there with `recipe` and `config`.
-
     Raises ConfigError if `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown
-    key in `allow_change`.
-    """
+    key in `allow_change`."""
 
-    images: ImageSet
-    """Those of this start."""
+    images: ImageSet  # those of this start
 
     def __init__(
         self, path: Path, recipe: Recipe, config: DsConfig, resume: fields.Resume, allow_change: str | None = None
@@ -231,32 +211,33 @@ class RunFolder:
         the number of steps of lengths in epochs, or by images that are balanced differently."""
         changed = self.changed(saved)
         if optimizer := changed.get("optimizer.kind"):
-            raise CheckpointError(
-                f"{optimizer} since step {saved.step}, whose moments are of no use to another optimizer: set it back, "
-                "or start a new run from these weights with --model.init_from"
-            )
+            said = f"{optimizer} since step {saved.step}, whose moments are of no use to another optimizer"
+            raise CheckpointError(f"{said}: set it back, or start a new run from these weights with --model.init_from")
         if refused := {key: how for key, how in changed.items() if key not in self._allowed}:
-            raise CheckpointError(
-                f"settings changed since step {saved.step}: {', '.join(refused.values())}; accept with --allow_change "
-                f"{','.join(refused)}"
-            )
+            problem = f"settings changed since step {saved.step}: {', '.join(refused.values())}"
+            raise CheckpointError(f"{problem}; accept with --allow_change {','.join(refused)}")
         if _IMAGES in self._allowed:
             return
         before, now, data = ImageSet.from_json(saved.images), self.images, self.recipe.data
         if before.groups and now.groups not in ("", before.groups) and before.names == now.names:
-            raise CheckpointError(
-                f"the {data.balance.partition(':')[0]} of data.balance {data.balance} are others than those since step "
-                f"{saved.step}: bring them back, or accept with --allow_change {_IMAGES}"
-            )
+            others = f"the {data.balance.partition(':')[0]} of data.balance {data.balance} are others than those since"
+            remedy = f"bring them back, or accept with --allow_change {_IMAGES}"
+            raise CheckpointError(f"{others} step {saved.step}: {remedy}")
         old, new = (build_schedules(self.recipe, max(1, some.count // data.global_batch)) for some in (before, now))
         moved = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
-        if (first := _first_difference(old, new, saved.step)) is not None:
-            moved.append(f"schedules differ from step {first} on")
+        # Schedules are compared at their edges, and at steps between.
+        last, step = max(old.steps, new.steps, saved.step + 1), saved.step
+        lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
+        ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
+        edges = {edge for end in ends for edge in (end - 1, end) if step <= edge < last}
+        for probe in sorted({*range(step, last, max(1, (last - step) // 500)), *edges}):
+            if old.at(probe) != new.at(probe):
+                moved.append(f"schedules differ from step {probe} on")
+                break
         if moved:
-            raise CheckpointError(
-                f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them: "
-                f"{'; '.join(moved)}; accept with --allow_change {_IMAGES}, or bring the images back"
-            )
+            problem = f"images changed since step {saved.step} ({before.changes(now)}), and lengths in epochs with them"
+            remedy = f"accept with --allow_change {_IMAGES}, or bring the images back"
+            raise CheckpointError(f"{problem}: {'; '.join(moved)}; {remedy}")
 
     def image_notes(self, saved: Manifest) -> list[str]:
         """Human-readable lines on the images that have changed."""
@@ -264,8 +245,7 @@ class RunFolder:
         return [f"images changed since step {saved.step}: {changes}"] if changes else []
 
     def notes(self, saved: Manifest) -> list[str]:
-        """Human-readable lines on what differs from the start that saved a checkpoint: how it runs, settings, versions,
-        images."""
+        """Lines on what differs from the start that saved a checkpoint: how it runs, settings, versions, images."""
         old, new = saved.model_dump(), self.settings()
         notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self.changed(saved).values()]
         other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
@@ -280,53 +260,36 @@ class RunFolder:
         for module in [path.partition(":")[0] for _, path in code_of(self.recipe)]:  # without what these import
             file = getattr(sys.modules.get(module), "__file__", None)
             if file and os.path.isfile(file):
-                digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-                by_name[f"the code of {module}"] = digest[:12]
-        return {
-            "stage": config.stage,
-            "world_size": distributed.world_size(),
-            "precision": config.precision,
-            "offload": offloads_optimizer(zero) or offloads_weights(zero),
-            "micro_batch": config.micro_batch,
-            "accumulation": config.accumulation,
-            "gradient_clipping": config.clipping,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "versions": by_name,
-        }
+                by_name[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+        settings = {name: getattr(config, name) for name in ("stage", "precision", "micro_batch", "accumulation")}
+        offload = offloads_optimizer(zero) or offloads_weights(zero)
+        settings |= {"world_size": distributed.world_size(), "offload": offload, "gradient_clipping": config.clipping}
+        return settings | {"recipe": self.recipe.model_dump(mode="json"), "versions": by_name}
 
     def last_step(self, epoch_steps: int, max_steps: int | None, done: int) -> int:
         """The step at which training ends, after at most `max_steps` steps from the first one of the run or stage.
-
         Raises ConfigError for a stage that would end before its first step, and for a run that is beyond its last, by
-        `done` steps.
-        """
+        `done` steps."""
         last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
         if self.origin and last <= self.first_step:
-            raise ConfigError(
-                f"{self.origin.run} has done {self.first_step} steps, and length {self.recipe.length} ends at step "
-                f"{last}: give the stage a length, which counts from there"
-            )
+            problem = f"{self.origin.run} has done {self.first_step} steps, and length {self.recipe.length} ends at"
+            raise ConfigError(f"{problem} step {last}: give the stage a length, which counts from there")
         last = min(last, self.first_step + max_steps) if max_steps else last
         if done > last:
             ends = f"--max_steps {max_steps}" if max_steps else f"length {self.recipe.length}"
-            raise ConfigError(
-                f"{ends} lies behind: {self.path} has done {done} steps, and would end at {last}; give more, or leave "
-                "it out"
-            )
+            problem = f"{ends} lies behind: {self.path} has done {done} steps, and would end at {last}"
+            raise ConfigError(f"{problem}; give more, or leave it out")
         return last
 
 
 def check_place(path: Path) -> None:
-    """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or one of a run's files is a
-    folder there, one of its folders a file, or either a broken link. A link to a disk that is not mounted is refused
-    because a run without its checkpoints would start anew."""
+    """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or holds a broken link or
+    another kind of file in the place of a run's. Without a disk behind its link a run would start anew."""
     for name in (*_FILES, *_FOLDERS):
         entry = path / name
         if entry.is_symlink() and not entry.exists():
-            raise ConfigError(
-                f"{entry} is a link to {os.readlink(entry)}, which is not there: bring that back, such as its disk, or "
-                "remove the link"
-            )
+            problem = f"{entry} is a link to {os.readlink(entry)}, which is not there"
+            raise ConfigError(f"{problem}: bring that back, such as its disk, or remove the link")
         if entry.is_fifo() or (entry.exists() and entry.is_dir() != (name in _FOLDERS)):
             kind = "a folder" if entry.is_dir() else "a pipe or device" if entry.is_fifo() else "a file"
             wanted = "a folder" if name in _FOLDERS else "a file"
@@ -337,9 +300,7 @@ def check_place(path: Path) -> None:
 
 def write_description(folder: RunFolder) -> None:
     """Write config.yaml, ds_config.json and environment.json, on rank 0; all ranks wait for them.
-
-    Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
-    """
+    Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to."""
     path, origin = folder.path, folder.origin
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
@@ -357,10 +318,9 @@ def write_description(folder: RunFolder) -> None:
         end = time.monotonic() + 40  # NFS caches the absence of another machine's file for half a minute
         while not (path / "config.yaml").exists():
             if time.monotonic() > end:
-                raise ConfigError(
-                    f"rank {distributed.rank()} on {socket.gethostname()} does not see {path}, which rank 0 has made: "
-                    "put --run_dir on a disk that all machines share"
-                )
+                this_rank = f"rank {distributed.rank()} on {socket.gethostname()}"
+                remedy = "put --run_dir on a disk that all machines share"
+                raise ConfigError(f"{this_rank} does not see {path}, which rank 0 has made: {remedy}")
             time.sleep(0.2)
 
 
@@ -395,11 +355,7 @@ def _describe_environment(run_dir: Path) -> dict[str, Any]:
         ]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         starts = []
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "ranks": distributed.world_size(),
-        "devices": torch.cuda.get_device_name() if cuda else "cpu",
-        "cuda": torch.version.cuda if cuda else None,
-        "starts": [*starts, this_start],
-    }
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    about = {"versions": versions(), "platform": platform.platform(), "ranks": distributed.world_size()}
+    about |= {"devices": device, "cuda": torch.version.cuda if cuda else None}
+    return about | {"starts": [*starts, this_start]}
