@@ -81,27 +81,15 @@ def test_what_can_t_be_trained_is_said_in_one_line_and_leaves_no_run_folder(tmp_
         ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
         ({"eval.keep_best": "val_loss"}, "needs held-out images"),
         ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
-        ({"objective.preserve_weight": "1"}, r"keeps features of the weights of model\.init_from: give that"),
         ({"eval.stop_after": "drift 0.1"}, r"stop_after drift needs objective\.preserve_weight, which measures it"),
         ({"eval.stop_after": "drift 3"}, r"'drift 3' is not a distance: write 'drift 0\.1', more than 0 and less"),
         ({"teacher.distill": "features"}, "distill features has no effect without source"),
-        (
-            {"teacher.source": "x", "objective.dino_weight": "0", "objective.koleo_weight": "1"},
-            r"teacher\.source teaches nothing",
-        ),
     ],
 )
 def test_what_could_never_have_an_effect_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said) as refused:
         load_recipe(None, changes)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
-
-
-def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
-    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
-    changes = {"eval.every": "2 steps", "eval.root": str(test), "eval.test_images": "1"}
-    messages = run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes)
-    assert all("eval.test_images" in message for message in messages)
 
 
 def _shards(root, images):
@@ -125,7 +113,7 @@ def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
     root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
     changes = {"length": "6 steps", "data.max_bad_fraction": "0.1"}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
-    log = (run / "log.txt").read_text()
+    log = log_of(run)
     assert f"note     {root}/1.tar: cut off in ../0" in log
     assert f"unreadable image skipped: {root}/0.tar/broken.png (not an image)" in log
     assert read_metrics(run)[-1]["bad_images"] == 1
@@ -139,25 +127,22 @@ def disk(tmp_path):
     unmount(tmp_path / "disk")
 
 
-def _files(run):
-    """All files of a run but its heartbeats, which are those of the last start."""
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.parent.name != "heartbeats"}
+@pytest.fixture
+def large_disk(tmp_path):
+    mount_disk(tmp_path / "large")
+    yield tmp_path / "large"
+    unmount(tmp_path / "large")
 
 
-def test_a_resume_without_room_leaves_the_run_as_it_was(tmp_path):
-    root = image_folder(tmp_path / "images")
-    mount_disk(tmp_path / "disk")
-    try:
-        run = tmp_path / "disk/run"
-        assert train_alone(root, run, max_steps=2) is None
-        fill(tmp_path / "disk", 100)
-        before = _files(run)
-        message = train_alone(root, run, max_steps=4, resume=True)
-        assert message.startswith("a checkpoint and the teacher need ")
-        assert _files(run) == before
-        assert train_alone(root, run, max_steps=2, resume=True) is None  # nothing to save
-    finally:
-        unmount(tmp_path / "disk")
+def test_a_resume_without_room_leaves_the_run_as_it_was(large_disk, tmp_path):
+    root, run = image_folder(tmp_path / "images"), large_disk / "run"
+    assert train_alone(root, run, max_steps=2) is None
+    fill(large_disk, 100)
+    before = contents(run)
+    message = train_alone(root, run, max_steps=4, resume=True)
+    assert message.startswith("a checkpoint and the teacher need ")
+    assert contents(run) == before
+    assert train_alone(root, run, max_steps=2, resume=True) is None  # nothing to save
 
 
 def test_a_line_is_written_whole_or_not_at_all(disk):
@@ -226,8 +211,7 @@ def test_what_lasts_to_the_end_is_said():
     slow = {"objective.teacher_temp": "0.07", "objective.teacher_temp_warmup": "2 epochs"}
     slow |= {"objective.koleo_weight": "0.1..0.5 over 2 epochs"}
     one, other = check_lengths(load_recipe(None, TINY | {"length": "3 steps"} | slow), 2, 99)
-    assert one.startswith("objective.teacher_temp_warmup 2 epochs is 4 steps,") and "teacher_temp 0.07 is not" in one
-    assert other.startswith("the ramp of koleo's weight 2 epochs is 4 steps,") and "not reach 0.5" in other
+    assert one.startswith("objective.teacher_temp_warmup 2 ") and other.startswith("the ramp of koleo's weight 2 ")
     (line,) = check_lengths(load_recipe(None, TINY | {"optimizer.warmup": "2 epochs"}), 2, 3)
     assert "--max_steps ends at 3 (--length shortens these too): the learning rate" in line
 
@@ -279,15 +263,9 @@ def _resume(begun, run, resume=True):
     return train_alone(begun[0], run, max_steps=3, resume=resume, changes=SAVES)
 
 
-def _instead(path, make):
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    make(path)
-
-
 @pytest.mark.parametrize(
     ("name", "make", "found"),
     [
-        ("metrics.jsonl", os.mkdir, "a folder where a run has a file"),
         ("metrics.jsonl", os.mkfifo, "a pipe or device where a run has a file"),
         ("metrics.jsonl", lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
         ("tensorboard", lambda path: path.touch(), "a file where a run has a folder"),
@@ -295,7 +273,8 @@ def _instead(path, make):
     ],
 )
 def test_what_can_not_be_written_to_is_named(begun, run, name, make, found):
-    _instead(run / name, make)
+    discard(run / name)
+    make(run / name)
     message = _resume(begun, run)
     assert f"{run / name} " in message and found in message
 
@@ -334,8 +313,10 @@ def test_what_is_in_the_way_goes(begun, run):
     assert not [path for path in run.rglob("*") if path.name.endswith((".tmp", ".before"))]
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """All that is in a run but its heartbeats, which are those of the last start."""
+    paths = [path for path in folder.rglob("*") if "heartbeats" not in path.parts]
+    return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.mark.parametrize(
@@ -372,26 +353,16 @@ def test_a_lost_run_folder_ends_the_run(tmp_path):
     assert one == two and "run is gone, removed or renamed while the run was at work" in one
 
 
-def _saved_steps(monkeypatch, clock, steps, step_seconds, start=0):
-    now, saved = [100.0], []
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
-    for done in range(start + 1, start + steps + 1):
-        now[0] += step_seconds
-        saved += [done] if clock.due(done) else []
-    return saved
-
-
-def test_a_fixed_interval_is_a_matter_of_the_step_alone(monkeypatch):
-    assert _saved_steps(monkeypatch, SaveClock(4, 3), 10, 1.0, start=3) == [4, 8, 12]
-    assert _saved_steps(monkeypatch, SaveClock(0, 0), 10, 1.0) == []
-
-
 @pytest.mark.parametrize("slowest", [2.0, 4.0])
 def test_the_first_save_comes_early_and_the_slowest_rank_sets_the_interval(monkeypatch, slowest):
     """Ranks measure other times and must save after the same steps."""
+    now, clock, saved = [100.0], SaveClock(None, 7), []
     monkeypatch.setattr(distributed, "gather_objects", lambda mine: [mine, mine * slowest / 2.0])
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
+    for done in range(8, 1008):
+        now[0] += 2
+        saved += [done] * clock.due(done)
     every = round(SAVE_SECONDS / slowest)
-    saved = _saved_steps(monkeypatch, SaveClock(None, 7), 1000, 2.0, start=7)
     assert saved == [7 + FIRST_SAVE_AFTER, *range(every, 1008, every)]
 
 
