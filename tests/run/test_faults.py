@@ -92,6 +92,12 @@ def test_what_could_never_have_an_effect_is_refused(changes, said):
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
 
 
+def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
+    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
+    changes = {"eval.every": "2 steps", "eval.root": str(test), "eval.test_images": "1"}
+    assert all("eval.test_images" in said for said in run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes))
+
+
 def _shards(root, images):
     """Two shards of ten images; the second has lost its end, the first holds a text with an image's name."""
     root.mkdir()
