@@ -191,9 +191,7 @@ def test_added_images_are_said_and_refused_where_schedules_would_move_unless_all
     image_folder(root / "others", 20, seed=1)
     before = log_of(run)
     one, two = go(5, resume=True)
-    assert (
-        one == two and "length 12 -> 30 steps; schedules differ from step 4 on; accept with --allow_change ima" in one
-    )
+    assert one == two and "length 12 -> 30 steps; schedules differ from step 4 on; accept with --allow_change" in one
     assert log_of(run) == before
     assert go(5, resume=True, allow_change="images") == [None, None]
     assert "length   5 steps of the schedules' 30," in log_of(run)
