@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import json
 import os
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -134,7 +134,7 @@ def test_an_interrupted_embedding_goes_on(interrupted, expected, tmp_path, monke
     with pytest.raises(ConfigError, match=r"x\.npy\.parts holds parts of another embedding"):
         embed.run(dataclasses.replace(interrupted, what="mean"))
     monkeypatch.setattr(embed, "describing", counting)
-    full = mock.patch.object(embedding_parts, "_write_npy", lambda *_: Path("/dev/full/x").touch())
+    full = mock.patch.object(embedding_parts, "_write_npy", side_effect=OSError(errno.ENOSPC, "full"))
     with full, pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
         embed.run(interrupted)
     killed = mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt)

@@ -49,13 +49,6 @@ def test_classes_are_matched_by_name():
     assert context.train is context.train  # computed once
 
 
-def test_limits_are_those_of_each_set():
-    train, test = _Images([0, 1] * 10, ["a", "b"]), _Images([0, 1] * 8, ["a", "b"])
-    context = _context(train, test, Settings(workers=0, images=10, test_images=4))
-    assert (len(context.train_indices), len(context.test_indices)) == (10, 4)
-    assert context.image_counts == (10, 4)
-
-
 @pytest.mark.parametrize(
     ("train", "test", "words"),
     [
@@ -124,12 +117,9 @@ def test_what_is_drawn_inside_is_not_missing_afterwards():
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     wanted = draw()
-    for error in (None, OSError):
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        with contextlib.suppress(OSError), keep_generators(torch.device("cpu")):
-            draw()
-            if error is not None:
-                raise error
-        assert draw() == wanted
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    with contextlib.suppress(OSError), keep_generators(torch.device("cpu")):
+        raise OSError(draw())
+    assert draw() == wanted

@@ -62,7 +62,7 @@ def test_whoever_gives_up_keeps_nothing(sources):
     questions = []
     assert _evaluate(_runner(sources), 0, lambda: bool(questions.append(1))) is not None
     assert len(questions) > 20
-    for patience in (0, 1, 2, 3, 4, len(questions) // 2, len(questions) - 1):
+    for patience in (0, 1, 4, len(questions) // 2, len(questions) - 1):
         asked, runner = itertools.count(), _runner(sources)
         assert _evaluate(runner, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
         assert runner.knn == Knn(chance=runner.knn.chance, images=runner.knn.images)
@@ -138,20 +138,10 @@ def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypa
     assert (runner.knn.latest, len(reads)) == (kept, 6)
 
 
-def test_a_teacher_below_raw_pixels_is_warned_of():
-    knn = Knn()
-    knn.see(3, 24.0, 24.0)
-    assert Knn().warning() is None and knn.warning() is None
-    knn.see(4, 20.4, 24.0)
-    assert "below that of raw pixels (20.4 % and 24.0 %); train longer (--length)" in knn.warning()
-    assert "; train to the end (--max_steps cut this run short)" in knn.summary(cut=True)[0]
-
-
 def test_a_short_run_is_evaluated_ten_times():
     """Unless steps are named."""
     for length, every, wanted in (
-        *(("550 steps", "100 steps", 100), ("550 steps", "0 epochs", 0), ("550 steps", "9 epochs", 55)),
-        *(("5 steps", "5 epochs", 1), ("100 epochs", "5 epochs", 50)),
+        *(("550 steps", "100 steps", 100), ("550 steps", "9 epochs", 55), ("5 steps", "5 epochs", 1)),
     ):
         assert evaluated_every(load_recipe(None, {"length": length, "eval.every": every}), 10) == wanted
 

@@ -59,11 +59,6 @@ def test_the_frame_of_a_neighbor_says_whether_it_is_of_the_class(pictures):
     assert _shown(draw.draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
 
 
-def test_heat_is_warmest_where_attention_is_strongest():
-    warm = draw.heat(torch.full((16, 32, 3), 0.4), torch.tensor([[0.0, 3.0], [0.0, 1.0]]))
-    assert warm.shape == (16, 32, 3) and warm[4, 24].sum() > warm[12, 24].sum() > warm[4, 8].sum()
-
-
 def test_pictures_keep_their_shape_and_place():
     """A wide picture is not stretched; what is put into a cell is there and nowhere else."""
     sheet = draw.Sheet(1, 2)
@@ -195,7 +190,6 @@ def test_bad_input_is_one_line(pictured, tmp_path):
         ({"root": None}, ConfigError, "name images"),
         ({"root": str(tmp_path / "one"), "only": "map"}, DataError, "one image alone has no neighbors and no map"),
         ({"root": str(tmp_path / "bad"), "only": "pca"}, DataError, "none of 1 images can be read"),
-        # Before the weights are read.
         ({"model": "nowhere.pth", "out": str(tmp_path / "file/out")}, ConfigError, "name another folder with --out"),
     ):
         with pytest.raises((error, DataError), match=words):
@@ -205,9 +199,7 @@ def test_bad_input_is_one_line(pictured, tmp_path):
 
 def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(pictured):
     source = build_source("folder", str(pictured / "images"), "train", False)
-    due = {}
-    for every in ("auto", "30 steps"):
+    for every, due in (("auto", [0, 21, 42, 63, 84, 101]), ("30 steps", [0, 30, 60, 90, 101])):
         recipe = load_recipe(None, {"length": "101 steps", "eval.pictures_every": every})
         album = PeriodicPictures.build(recipe, source, 5)
-        due[every] = [step for step in range(102) if album.due(step, last=step == 101)]
-    assert due == {"auto": [0, 21, 42, 63, 84, 101], "30 steps": [0, 30, 60, 90, 101]}
+        assert [step for step in range(102) if album.due(step, last=step == 101)] == due

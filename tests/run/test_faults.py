@@ -65,7 +65,6 @@ EVALUATED = {"eval.every": "2 steps"}
         (EVALUATED | {"eval.val_share": "0.001"}, "holds 0 out"),
         ({"model.train": "lora"}, "these would be random: give model.init_from"),
         (NO_VIT | {"model.backbone": "resnet18", "teacher.batch_norm": "frozen"}, "give model.init_from, or take"),
-        (NO_VIT | {"model.backbone": "tests.models.test_families:Raises"}, "gives no features of images: no weights"),
     ],
 )
 def test_what_can_t_be_trained_is_said_in_one_line_and_leaves_no_run_folder(tmp_path, changes, said):
