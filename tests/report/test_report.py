@@ -25,9 +25,7 @@ from dino_ds.report.html import Curve, Metrics, summarize_knn
 from dino_ds.report.single_run import draw_run, judge_run, run, summarize, training_seconds
 from tests.ranks import run_on_ranks
 from tests.report.runs import DONE, EVALUATIONS, assert_inside, knn, make_run, record, save_picture, write_events
-from tests.run.harness import TINY, image_folder, log_of, train_tiny
-from tests.run.test_stages import flags, words_of
-from tests.run.test_stages import run as train
+from tests.run.harness import image_folder, train_tiny
 
 
 class _Page(HTMLParser):
@@ -344,24 +342,6 @@ def test_a_real_run_is_understood(tmp_path):
     files = [str(folder / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
     batch = load_recipe(files[0], {}).data.global_batch
     assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
-
-
-@pytest.mark.slow
-def test_a_stage_has_figures_of_its_own(tmp_path):
-    """What it begins with is measured, log and page state the same start; test images that it trains on are said."""
-    images, stage = image_folder(tmp_path / "images", classes=2), tmp_path / "stage"
-    changes = {**TINY, "data.root": str(images), "eval.every": "2 steps", "eval.root": str(images), "eval.k": "3"}
-    changes |= {"model.drop_path": "0", "log_every": "10"}
-    assert train(words_of(tmp_path / "run", "--max_steps", "4", *flags(changes))) is None
-    begin = ["--from", str(tmp_path / "run"), "--stage_start", "continue", "--length", "5 steps"]
-    assert train(words_of(stage, *begin, "--max_steps", "3")) is None
-    found, log = run(ReportOptions(run=str(stage))).data, log_of(stage)
-    assert (found["first_step"], found["step"], found["planned_steps"]) == (4, 7, 9)
-    assert found["images"] == 24 == pytest.approx(found["images_per_second"] * found["training_seconds"])
-    assert "24 images from step 4, each" in log
-    assert found["best"]["start"] == found["knn"]["start"]
-    assert "Whether it has learned is not known: 100% of the test images" in (stage / "report.html").read_text()
-    assert "warning  test images are training images too" in log
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

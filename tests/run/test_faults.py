@@ -3,13 +3,11 @@ nothing lost and nothing left behind."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import re
 import shutil
-import tarfile
 import threading
 import time
 from pathlib import Path
@@ -95,34 +93,6 @@ def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
     root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
     changes = {"eval.every": "2 steps", "eval.root": str(test), "eval.test_images": "1"}
     assert all("eval.test_images" in said for said in run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes))
-
-
-def _shards(root, images):
-    """Two shards of ten images; the second has lost its end, the first holds a text with an image's name."""
-    root.mkdir()
-    for number, part in enumerate((images[:10], images[10:])):
-        with tarfile.open(root / f"{number}.tar", "w") as archive:
-            for image in part:
-                archive.add(image, f"../{image.name}")
-            if number == 0:
-                info = tarfile.TarInfo("broken.png")
-                info.size = 12
-                archive.addfile(info, io.BytesIO(b"not an image"))
-    whole = (root / "1.tar").read_bytes()
-    (root / "1.tar").write_bytes(whole[: len(whole) * 3 // 4 + 2200])
-    return root
-
-
-def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
-    images = sorted(image_folder(tmp_path / "images").iterdir())
-    root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
-    changes = {"length": "6 steps", "data.max_bad_fraction": "0.1"}
-    assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
-    log = log_of(run)
-    assert f"note     {root}/1.tar: cut off in ../0" in log
-    assert f"unreadable image skipped: {root}/0.tar/broken.png (not an image)" in log
-    assert read_metrics(run)[-1]["bad_images"] == 1
-    assert not list(tmp_path.glob("*.png"))
 
 
 @pytest.fixture

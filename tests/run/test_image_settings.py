@@ -77,15 +77,10 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
         assert model.preprocess(Image.new("L", (40, 50))).shape == (3, 32, 32)
         with pytest.raises(ConfigError, match=r"this image \(uint16 values, 0 to 8\d+: beyond data.value_range 0,4095"):
             model.preprocess(deep * 2)
-        for wrong in (torch.zeros(3, 50, 60), [deep], None):
-            with pytest.raises(ConfigError, match=f"a {type(wrong).__name__} is not an image"):
-                model.preprocess(wrong)
-            with pytest.raises(ConfigError, match=r"is not a tensor of images|images of shape"):
-                model.features(wrong)
     with pytest.raises(ConfigError, match=r"no data.value_range was given or found\); this model was trained on 8-bit"):
         _backbone().preprocess(Image.fromarray(deep))
     content = sidecar.read_sidecar(tmp_path / "copy.safetensors")
-    for wrong in ("0,4095", [1], [3, 2], ["a", 1], [0, 10**400], None):
+    for wrong in ([3, 2], ["a", 1], [0, 10**400]):
         (tmp_path / "copy.json").write_text(json.dumps({**content, "value_range": wrong}))
         with pytest.raises(CheckpointError, match="unusable value_range"):
             dino_ds.load(tmp_path / "copy.safetensors")
