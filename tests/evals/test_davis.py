@@ -12,17 +12,8 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.benchmarks import (
-    LabelPropagation,
-    QueryAnswers,
-    davis,
-    describe_at_scales,
-    frame_sides,
-    hard_labels,
-    judge_masks,
-    landmark_map,
-    oxford,
-)
+from dino_ds.evals import benchmarks
+from dino_ds.evals.benchmarks import LabelPropagation, QueryAnswers, davis, hard_labels, judge_masks, oxford
 from dino_ds.evals.suite import find_evaluation
 from tests.evals.tiny import clips, context_of, label_map, landmarks
 from tests.ranks import run_on_ranks
@@ -112,8 +103,8 @@ def test_propagation_equals_a_slow_reference(grid):
 
 def test_sides_are_the_reference_s():
     """480p of DAVIS is 854 x 480: 480 x 832 for patches of 16 and 8."""
-    assert frame_sides(854, 480, 480, 16) == frame_sides(854, 480, 480, 8) == (480, 832)
-    assert frame_sides(480, 854, 480, 14) == (840, 476)
+    assert benchmarks.frame_sides(854, 480, 480, 16) == benchmarks.frame_sides(854, 480, 480, 8) == (480, 832)
+    assert benchmarks.frame_sides(480, 854, 480, 14) == (840, 476)
 
 
 def test_pixels_take_the_class_that_wins_when_each_is_stretched():
@@ -198,7 +189,7 @@ def test_scores_equal_a_slow_reference():
             if positives:  # revisitop leaves the others out of all means
                 rows.append(_slow_precision(row, positives, others))
         assert len(rows) == 19
-        assert landmark_map(ranking, answers, setup) == pytest.approx(100 * np.mean(rows), abs=1e-10)
+        assert benchmarks.landmark_map(ranking, answers, setup) == pytest.approx(100 * np.mean(rows), abs=1e-10)
 
 
 def test_colors_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
@@ -218,9 +209,11 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
             scaled = torch.nn.functional.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
         total = total + context.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
     backbone = context.backbone
-    assert describe_at_scales(backbone, (0.1,), images).isfinite().all()  # smaller than a patch
-    assert describe_at_scales(backbone, (1.0, 0.5), images[..., :1]).isfinite().all()  # a query one pixel wide
-    ours = describe_at_scales(backbone, (1.0, 2**-0.5, 0.5), images)
+    assert benchmarks.describe_at_scales(backbone, (0.1,), images).isfinite().all()  # smaller than a patch
+    assert (
+        benchmarks.describe_at_scales(backbone, (1.0, 0.5), images[..., :1]).isfinite().all()
+    )  # a query one pixel wide
+    ours = benchmarks.describe_at_scales(backbone, (1.0, 2**-0.5, 0.5), images)
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
 
 

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -241,7 +240,6 @@ def _resume(begun, run, resume=True):
 @pytest.mark.parametrize(
     ("name", "make", "found"),
     [
-        ("metrics.jsonl", os.mkfifo, "a pipe or device where a run has a file"),
         ("metrics.jsonl", lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
         ("tensorboard", lambda path: path.touch(), "a file where a run has a folder"),
         ("metrics.jsonl", lambda path: (path.touch(), os.truncate(path, 30 << 30)), "30.0 GiB, 4 are allowed"),
@@ -257,7 +255,6 @@ def test_what_can_not_be_written_to_is_named(begun, run, name, make, found):
 @pytest.mark.parametrize(
     ("lose", "said"),
     [
-        (lambda path: None, "run has no checkpoint, and had one"),
         (Path.mkdir, "run has no checkpoint, and had one"),
         (lambda path: path.symlink_to("/not/mounted"), "checkpoints is a link to /not/mounted, which is not there"),
     ],
@@ -308,24 +305,6 @@ def test_a_refused_start_leaves_no_trace_in_a_finished_run(begun, options, said)
     assert one == two and said in one
     assert contents(run) == before
     assert read_run(run).state == "stopped"  # before its length
-
-
-def _train_and_lose(root, run):
-    """Rank 0 renames the folder after the first checkpoint."""
-
-    def lose():
-        while not (run / "checkpoints/latest").exists():
-            time.sleep(0.05)
-        run.rename(run.with_name("aside"))
-
-    if os.environ["RANK"] == "0":
-        threading.Thread(target=lose, daemon=True).start()
-    return train_tiny(root, run, changes={"length": "100000 steps", "save_every": "3 steps"})
-
-
-def test_a_lost_run_folder_ends_the_run(tmp_path):
-    one, two = run_on_ranks(_train_and_lose, image_folder(tmp_path / "images"), tmp_path / "run")
-    assert one == two and "run is gone, removed or renamed while the run was at work" in one
 
 
 @pytest.mark.parametrize("slowest", [2.0, 4.0])

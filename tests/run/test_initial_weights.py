@@ -29,32 +29,12 @@ from dino_ds.run.run_folder import TeacherFiles
 from dino_ds.weights.load import load
 from dino_ds.weights.read import find_weights
 from dino_ds.weights.start import as_source
-from tests.engine.harness import (
-    build_step,
-    crops,
-    ds_config,
-    fp32_student,
-    max_difference,
-    run_windows,
-    tiny_network,
-    tiny_schedules,
-)
+from tests.engine import harness as engines
+from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import product
 from tests.run import harness, test_resume
-from tests.run.harness import (
-    MASKED,
-    REPOSITORY,
-    TINY,
-    copy_until,
-    image_folder,
-    log_of,
-    losses_of,
-    read_manifest,
-    train_alone,
-    train_tiny,
-    whole_tensors,
-)
+from tests.run.harness import MASKED, TINY, image_folder, log_of, losses_of, train_alone, train_tiny, whole_tensors
 from tests.run.test_stages import flags, run, words_of
 from tests.weights import originals
 
@@ -120,7 +100,7 @@ def test_a_frozen_backbone_stays_to_the_last_bit_and_starts_afresh(stage, precis
 def test_a_frozen_backbone_leaves_the_head_s_gradient_as_it_is():
     """Against a backbone whose features are detached by hand."""
     network = tiny_network()
-    views = crops(torch.arange(2))
+    views = engines.crops(torch.arange(2))
     network.freeze_backbone(True)
     product(network(views)[dino.DINO]).square().sum().backward()
     head = {name: p.grad.clone() for name, p in network.head.named_parameters()}
@@ -261,7 +241,7 @@ def _states_at_start(folder: Path) -> list[tuple[str, str, float]]:
     """The greatest difference of features to the source's, of student and teacher, by layout."""
     found = []
     for layout, name in DS.items():
-        recipe, path = _continued(folder / layout, layout), f"{REPOSITORY}/ds_configs/{name}.json"
+        recipe, path = _continued(folder / layout, layout), f"{harness.REPOSITORY}/ds_configs/{name}.json"
         step = build.build_step(recipe, resolve_ds_config(load_ds_config(path, {}), path, 8, 2), epoch_steps=10)
         student = build.build_network(recipe, ds_schema.PerformanceOptions())
         student.load_state_dict(fp32_student(step.engine, student))
@@ -353,7 +333,7 @@ def _train_part(started: Path, folder: Path, part: str, ds: str, world: int = 2,
 def _check_frozen(folder: Path, base: Path, part: str, step: int = STEPS) -> None:
     """Frozen weights are the start to the bit, trained ones have moved; the optimizer has the state of these."""
     before = load_file(base / "teacher.safetensors")
-    whole, layouts = whole_tensors(folder, step), read_manifest(folder, step)["layouts"]
+    whole, layouts = whole_tensors(folder, step), harness.read_manifest(folder, step)["layouts"]
     shapes = layouts[0]["shapes"]
     trained = {name.removeprefix("backbone.") for name in shapes if name.startswith("backbone.")}
     assert {piece[0] for rank in layouts for flat in rank["flats"] for piece in flat["pieces"]} == set(shapes)
@@ -390,7 +370,7 @@ def test_two_ranks_of_any_stage_equal_one_process(started, reference, tmp_path, 
     _check_frozen(tmp_path / "run", started / "start", part)
     theirs = reference / part
     assert dict(losses_of(tmp_path / "run")) == pytest.approx(dict(losses_of(theirs)), rel=1e-5)
-    assert max_difference(whole_tensors(tmp_path / "run", STEPS), whole_tensors(theirs, STEPS)) < 1e-5
+    assert engines.max_difference(whole_tensors(tmp_path / "run", STEPS), whole_tensors(theirs, STEPS)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -405,7 +385,7 @@ def test_a_resumed_run_is_bit_identical_and_goes_on_elsewhere(started, tmp_path,
     precision. Frozen weights keep the FP32 values of the file, which the student has rounded."""
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     _train_part(started, straight, part, ds, steps=4, changes=HARD)
-    _train_part(started, copy_until(2, straight, parts), part, ds, steps=4, resume=True, changes=HARD)
+    _train_part(started, harness.copy_until(2, straight, parts), part, ds, steps=4, resume=True, changes=HARD)
     test_resume.assert_same_checkpoint(parts, straight, 4)
     _check_frozen(parts, started / "scaled", part)
     _train_part(started, parts, part, other_ds, steps=5, resume=True, changes=HARD)
