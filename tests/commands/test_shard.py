@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import shutil
 import subprocess
@@ -19,11 +18,6 @@ import pytest
 from PIL import Image
 
 from dino_ds.commands import shard
-from dino_ds.config.crops import dino_groups
-from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.feed import Position
-from dino_ds.data.loader import Loader
-from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import ShardOptions
@@ -179,21 +173,3 @@ def test_images_of_one_name_and_of_one_key_keep_their_own_files_and_classes(made
     source = read(tmp_path / "shards")
     assert [Path(source.member(i)).name for i in range(3)] == ["a.b.jpg", "a.c.jpg", "a.b~2.jpg"]
     assert [source.classes[source.labels[i]] for i in range(3)] == ["b", "c", "b"]
-
-
-def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path):
-    (tmp_path / "images").mkdir()
-    for i in range(24):
-        (tmp_path / f"images/{i:02d}.jpg").write_bytes(noise(40, 30 + i, seed=i))
-    lines = "".join(f"{path.name}\n" for path in sorted((tmp_path / "images").iterdir()))
-    (tmp_path / "images/list.txt").write_text(lines)
-    make(tmp_path / "images", tmp_path / "shards", shard_size=7)
-    crops = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 2), "low_res")
-    seen = []
-    for root in ("images", "images/list.txt", "shards"):
-        options = LoaderOptions(seed=3, global_batch=8, micro_batch=8, workers=1)
-        loader = Loader(read(tmp_path / root), crops, options, Position(1, 8))
-        batches = list(itertools.islice(loader, 4))
-        loader.close()
-        seen.append([(b.indices.tolist(), [crop.numpy().tobytes() for crop in b.crops.values()]) for b in batches])
-    assert seen[0] == seen[1] == seen[2]

@@ -208,12 +208,9 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
         if scale < 1:
             scaled = torch.nn.functional.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
         total = total + context.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
-    backbone = context.backbone
-    assert benchmarks.describe_at_scales(backbone, (0.1,), images).isfinite().all()  # smaller than a patch
-    assert (
-        benchmarks.describe_at_scales(backbone, (1.0, 0.5), images[..., :1]).isfinite().all()
-    )  # a query one pixel wide
-    ours = benchmarks.describe_at_scales(backbone, (1.0, 2**-0.5, 0.5), images)
+    for scales, odd in (((0.1,), images), ((1.0, 0.5), images[..., :1])):  # smaller than a patch; one pixel wide
+        assert benchmarks.describe_at_scales(context.backbone, scales, odd).isfinite().all()
+    ours = benchmarks.describe_at_scales(context.backbone, (1.0, 2**-0.5, 0.5), images)
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
 
 
