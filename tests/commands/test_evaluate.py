@@ -205,19 +205,10 @@ def test_bad_input_at_the_command_line(place, capsys):
     assert not (place / "evaluations.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("evals", "changes", "words"),
-    [
-        ("ridge", {"k": (3,)}, "--k changes nothing of ridge: it is for knn; add one to --evals, or leave"),
-        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
-    ],
-)
-def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
-    clips(place / "data", names=("walk",), frames=3)
-    monkeypatch.chdir(place)
+def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch):
     monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match=words):
-        _run(place, evals, **changes)
+    with pytest.raises(ConfigError, match="--k changes nothing of ridge: it is for knn; add one to --evals, or leave"):
+        _run(place, "ridge", k=(3,))
 
 
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):

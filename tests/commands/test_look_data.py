@@ -115,19 +115,6 @@ def test_nothing_to_look_at_and_no_place_for_the_sheet(folder, tmp_path):
             look_data.run(LookDataOptions(out=str(tmp_path / out)), recipe=recipe_for(folder))
 
 
-def test_deep_images_are_shown_with_their_values(tmp_path):
-    values, deep = np.arange(2000).reshape(40, 50) * 2, tmp_path / "images/deep.tif"
-    deep.parent.mkdir()
-    noise(0, 50, 40).save(tmp_path / "images/shallow.png")
-    deep.write_bytes(tiff(values.astype("int16")))
-    with pytest.raises(ConfigError, match=r"give --data\.value_range 0,3998"):
-        look(deep.parent, tmp_path, images=2)
-    deep.write_bytes(tiff(values.astype("uint16")))
-    said = report(found := look(deep.parent, tmp_path, images=2))
-    assert "data.value_range 0,4095" in said
-    assert found["values"] == {"uint16": {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
-
-
 def test_files_beyond_the_range_or_of_other_channels_are_those_that_training_skips(tmp_path):
     """Of the images looked at, which may be more than those that the range was sought in."""
     (tmp_path / "images").mkdir()

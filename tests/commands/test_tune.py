@@ -146,10 +146,7 @@ def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"out": "tune.pdf"}, "must be an .html file"),
-        ({"ranks": 3}, "global batch 64 is not a multiple of ranks 3"),
-    ],
+    [({"out": "tune.pdf"}, "must be an .html file"), ({"ranks": 3}, "global batch 64 is not a multiple of ranks 3")],
 )
 def test_what_can_not_be_tuned_is_refused(machine, tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):

@@ -62,17 +62,6 @@ def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query
     assert torch.equal(index, slow.indices[:, :k])
 
 
-def _ranks_knn():
-    generator = torch.Generator().manual_seed(0)
-    bank, queries = torch.randn(60, 5, generator=generator), torch.randn(31, 5, generator=generator)
-    labels = [torch.randint(0, 4, (n,), generator=generator) for n in (60, 31)]
-    return knn_accuracies(bank, labels[0], queries, labels[1], (1, 7), 0.07)
-
-
-def test_ranks_share_the_queries():
-    assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
-
-
 def _problem(images=120, classes=4, width=6, noise=1.0):
     """Overlapping clouds on axes of unequal lengths."""
     generator = torch.Generator().manual_seed(0)

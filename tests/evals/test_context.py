@@ -13,7 +13,7 @@ from PIL import Image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.features import GaveUp, Reading, extract_features, keep_generators
+from dino_ds.evals.features import GaveUp, keep_generators
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 
@@ -96,19 +96,6 @@ def _gives_up(rank):
 
 def test_all_ranks_give_up_together():
     assert run_on_ranks(_gives_up, 1) == [True, True]
-
-
-def _corners():
-    """The first pixel of each of eleven images, and its label."""
-    images = _Images([i % 3 for i in range(11)], ["a", "b", "c"])
-    reading = Reading(lambda image: torch.from_numpy(np.array(image, np.float32)).permute(2, 0, 1), workers=0)
-    corners, labels, _ = extract_features(lambda x: x[:, :, 0, 0], images, range(11), torch.device("cpu"), reading)
-    return corners.tolist(), labels.tolist(), [images.load(i).getpixel((0, 0)) for i in range(11)]
-
-
-def test_ranks_share_the_work_and_see_all_rows_in_order():
-    for corners, labels, wanted in (_corners(), *run_on_ranks(_corners)):
-        assert [tuple(corner) for corner in corners] == wanted and labels == [i % 3 for i in range(11)]
 
 
 def test_what_is_drawn_inside_is_not_missing_afterwards():

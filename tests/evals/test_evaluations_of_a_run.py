@@ -15,11 +15,9 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError
-from dino_ds.evals import features as features_module
 from dino_ds.evals import runner as runner_module
 from dino_ds.evals import suite
 from dino_ds.evals.context import Settings
-from dino_ds.evals.features import ImageMemory
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.run.run import StepContext
@@ -122,20 +120,6 @@ def test_values_are_kept_for_the_same_images_and_settings_alone(sources, tmp_pat
     assert f"k-NN {first.knn.latest:.1f} % at step 0" in lines[0] and "of other images or settings" in lines[0]
     assert "sought anew" in lines[1]
     assert now.knn.raw is not None and "untrained" not in now.knn.line()
-
-
-def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypatch):
-    runner, reads = _runner(sources), []
-    load = features_module.load_batches
-    monkeypatch.setattr(features_module, "load_batches", lambda *a, **k: (reads.append(1), load(*a, **k))[1])
-    _evaluate(runner, 0)
-    kept, runner.knn.raw = runner.knn.latest, -1.0
-    _evaluate(runner, 2)
-    assert (runner.knn.latest, runner.knn.raw, len(reads)) == (kept, -1, 2)
-    runner._memory = ImageMemory(100)
-    _evaluate(runner, 4)
-    _evaluate(runner, 6)
-    assert (runner.knn.latest, len(reads)) == (kept, 6)
 
 
 def test_a_short_run_is_evaluated_ten_times():

@@ -10,7 +10,6 @@ import subprocess
 from html import unescape
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from dino_ds.cli import main as cli
@@ -21,8 +20,8 @@ from dino_ds.health.processes import RunLock
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.folder import read_events, read_run
-from dino_ds.report.html import Curve, Metrics, summarize_knn
-from dino_ds.report.single_run import draw_run, judge_run, run, summarize, training_seconds
+from dino_ds.report.html import summarize_knn
+from dino_ds.report.single_run import draw_run, judge_run, run, summarize
 from tests.ranks import run_on_ranks
 from tests.report.runs import DONE, EVALUATIONS, assert_inside, knn, make_run, record, save_picture, write_events
 from tests.run.harness import image_folder, train_tiny
@@ -278,14 +277,6 @@ def test_a_long_run_stays_small(tmp_path):
     _write_metrics(folder, *({"step": s, "loss": s * 7919 % 1000 / 7} for s in range(10_000)))
     _report(folder)
     assert (folder / "report.html").stat().st_size < 150_000
-
-
-def test_figures_of_a_run():
-    images = Curve(np.array([1.0, 2]), np.array([100.0, 400]))  # a step of 100 images, and one of 200 after a resume
-    curves = {"images": images, "images_per_second": Curve(np.arange(2.0), np.array([100.0, 50]))}
-    assert training_seconds(Metrics(curves, 2, 0)) == 5  # a second and four
-    found = summarize_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
-    assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}
 
 
 @pytest.mark.usefixtures("no_charts")

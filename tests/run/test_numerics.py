@@ -57,12 +57,7 @@ def _train_with_bad_numbers(root, run, ds, kind):
 
 
 @pytest.mark.parametrize(
-    ("ds", "kind"),
-    [
-        ("zero1_fp16.json", "nan"),
-        ("zero2_fp16.json", "overflow"),
-        ("zero3_bf16.json", "nan"),
-    ],
+    ("ds", "kind"), [("zero1_fp16.json", "nan"), ("zero2_fp16.json", "overflow"), ("zero3_bf16.json", "nan")]
 )
 def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"

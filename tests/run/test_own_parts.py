@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dino_ds.basics import own_code
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
@@ -33,9 +34,10 @@ LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 s
 IDLE = {"teacher.others": json.dumps(json.loads(own_parts.OWN["teacher.others"]) | {"idle": {"momentum": 0.99}})}
 
 
-def test_they_are_in_log_metrics_report_and_resume(tmp_path):
+def test_they_are_in_log_metrics_report_and_resume(tmp_path, monkeypatch):
     root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
     changes, ds = LENGTH | own_parts.OWN | IDLE, "zero2_bf16.json"
+    monkeypatch.setattr(own_code, "_allowed", set(own_code.code_in(changes.values())))
     assert run_on_ranks(train_tiny, root, straight, ds, None, False, changes) == [None] * 2
     copy_until(2, straight, resumed)
     assert run_on_ranks(train_tiny, root, resumed, ds, None, True, changes) == [None] * 2

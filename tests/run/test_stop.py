@@ -124,7 +124,6 @@ def _of_torch(kind: str) -> Exception:
         (OSError(errno.ENOMEM, "fork"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), False),
         (OSError(errno.ENOSPC, "No space left"), False),
         (ValueError("out of memory is no value"), False),
     ],

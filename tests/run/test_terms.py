@@ -34,7 +34,7 @@ ACCUMULATED = {"gradient_accumulation_steps": "2"}
 def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     run = tmp_path / "run"
     images = image_folder(tmp_path / "images")
-    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED, predicts=True) is None
+    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED) is None
     assert "warning  loss term koleo compares 4 images at a time, not the 8 of a step" in log_of(run)
     terms = {"teacher_entropy", "kl", "dino_loss", "ibot_loss", "ibot_teacher_entropy", "ibot_kl", "koleo_loss"}
     for record in read_metrics(run):
