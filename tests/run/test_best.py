@@ -206,14 +206,8 @@ def images(tmp_path_factory):
 def runs(images):
     """(a run that evaluates and draws, one that does neither, what `_train_watched` says of both)."""
     root = images / "images"
-    changes = {
-        "eval.every": "2 steps",
-        "eval.evals": ",".join(FROM_FEATURES),
-        "eval.root": str(images / "test"),
-        "eval.k": str(K),
-        "eval.pictures_every": "2 steps",
-        "eval.val_root": str(images / "test"),
-    }
+    changes = {"eval.every": "2 steps", "eval.evals": ",".join(FROM_FEATURES), "eval.root": str(images / "test")}
+    changes |= {"eval.k": str(K), "eval.pictures_every": "2 steps", "eval.val_root": str(images / "test")}
     with_, without = images / "with", images / "without"
     said = [run_on_ranks(_train_watched, root, run, how) for run, how in ((with_, changes), (without, {}))]
     return with_, without, said

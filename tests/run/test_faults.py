@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.basics.files import append_whole, discard
+from dino_ds.basics.files import discard
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, StorageError
@@ -23,7 +23,7 @@ from dino_ds.run import run as run_module
 from dino_ds.run.beginning import MOST_KEPT, check_lengths, slow_teachers
 from dino_ds.run.metrics import Clock, RunLog
 from dino_ds.run.run import FIRST_SAVE_AFTER, SAVE_SECONDS, SaveClock
-from tests.disks import PAGE, fill, mount_disk, unmount
+from tests.disks import fill, mount_disk, unmount
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
 
@@ -117,18 +117,6 @@ def test_a_resume_without_room_leaves_the_run_as_it_was(large_disk, tmp_path):
     assert message.startswith("a checkpoint and the teacher need ")
     assert contents(run) == before
     assert train_alone(root, run, max_steps=2, resume=True) is None  # nothing to save
-
-
-def test_a_line_is_written_whole_or_not_at_all(disk):
-    with (disk / "lines").open("ab", buffering=0) as file:
-        append_whole(file.fileno(), b"x" * (PAGE - 10))
-        fill(disk)
-        with pytest.raises(OSError, match="No space left"):
-            append_whole(file.fileno(), b"y" * 20)
-        assert os.fstat(file.fileno()).st_size == PAGE - 10
-    beat.append_line(disk / "lines", "z" * 20)
-    beat.append_line(disk / "lines", "z" * 5)
-    assert (disk / "lines").read_bytes() == b"x" * (PAGE - 10) + b"zzzzz\n"
 
 
 def test_metrics_and_log_have_whole_lines_only(disk, capsys):

@@ -71,10 +71,8 @@ def test_timm_loads_the_teacher_as_its_json_says(run):
 
 MODEL = {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0"}
 MODEL |= {"crops.global_size": "64", "crops.local_size": "32", "length": "2 steps", "optimizer.warmup": "0 steps"}
-RESNET = MODEL | {
-    "model.backbone": "resnet18",
-    "model.arguments": '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}',
-}
+NARROW = '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}'
+RESNET = MODEL | {"model.backbone": "resnet18", "model.arguments": NARROW}
 OWN = MODEL | {"model.backbone": "tests.weights.own:Own", "model.arguments": '{"width": 12}'}
 LOOKS = {"eval.every": "2 steps", "eval.evals": "statistics,knn", "eval.k": "3", "eval.pictures_every": "2 steps"}
 IMAGES = torch.randn(2, 3, 96, 64, generator=torch.Generator().manual_seed(1))
