@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -19,11 +19,10 @@ from pyarrow import parquet
 from sklearn.cluster import KMeans
 
 import dino_ds
-from dino_ds.commands import embed, find
+from dino_ds.commands import embed
 from dino_ds.commands.curate import _train, check
-from dino_ds.commands.find import Embedded
 from dino_ds.config.loading import dump_recipe, load_recipe
-from dino_ds.data import root, sources
+from dino_ds.data import sources
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals import curation
 from dino_ds.evals.curation import Vectors, cluster_levels, draw, groups, nearest_rows, pairs_of_cosine
@@ -70,7 +69,7 @@ def test_neighbors_and_groups_are_those_of_brute_force(features, memory_gib):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("images", "clusters", "draws", "most"), [(1500, 25, 20, 2048), (20000, 25, 1, 2048), (3000, 150, 2, 0)]
+    ("images", "clusters", "draws", "most"), [(1500, 25, 10, 2048), (20000, 25, 1, 2048), (3000, 150, 1, 0)]
 )
 def test_clusters_are_as_good_as_the_median_of_scikit_learn(monkeypatch, images, clusters, draws, most):
     """The loss is at most 2 % above that of the median of single starts, of a sample of the images too; 5 % with the
@@ -133,18 +132,6 @@ def _gray_patches(images):
     return torch.nn.functional.adaptive_avg_pool2d(images.mean(dim=1, keepdim=True), 8).flatten(1)
 
 
-def test_images_of_other_channels_have_a_size_and_their_sheet_says_which_it_shows(tmp_path, monkeypatch):
-    np.save(tmp_path / "0.npy", np.zeros((4, 30, 50), np.uint16))
-    embedded = object.__new__(Embedded)
-    source, about = root.open_files(str(tmp_path)), {"normalization": {"mean": (0.0,) * 4, "std": (1.0,) * 4}}
-    vars(embedded).update(source=source, about=about)
-    assert embedded.side(0) == 50
-    monkeypatch.setattr(Embedded, "_picture", lambda *_: np.zeros((8, 8, 3)))
-    monkeypatch.setattr(find, "Sheet", sheet := Mock(wraps=find.Sheet))
-    embedded.sheet([[(0, "query")] * 21])
-    assert sheet.call_args.kwargs["heading"] == "the first 3 of 4 channels, stretched"
-
-
 @pytest.mark.parametrize("duplicates", [0.95, "auto"])
 def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path, duplicates):
     """Of each pair the image with the longer side stays, of equal ones the first name; names are bytes."""
@@ -161,12 +148,9 @@ def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path, 
 
 def test_both_forms_give_the_same_clusters_which_balance_training(place, tmp_path):
     pytest.importorskip("pyarrow")
-    forms = [
-        dino_ds.curate(place / "npy.npy", clusters=[9, 3], out=tmp_path / "npy"),
-        dino_ds.curate(place / "parquet.parquet", clusters=[9, 3], draw=20, duplicates=1, out=tmp_path / "p"),
-    ]
-    assert (forms[0].clusters == forms[1].clusters).all()
-    assert (forms[0].clusters < 0).all(axis=1).sum() == 1
+    one = dino_ds.curate(place / "npy.npy", clusters=[9, 3], out=tmp_path / "npy")
+    other = dino_ds.curate(place / "parquet.parquet", clusters=[9, 3], draw=20, duplicates=1, out=tmp_path / "p")
+    assert (one.clusters == other.clusters).all() and (one.clusters < 0).all(axis=1).sum() == 1
     assert len((tmp_path / "p/images.txt").read_bytes().splitlines()) == 20
     keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/npy/clusters.csv"}
     source = sources.training_images(load_recipe("vits16", keys).data, 0.0)
@@ -213,12 +197,11 @@ def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
 @pytest.mark.parametrize("number", [1, 5])
 def test_a_kill_leaves_nothing_and_the_same_command_begins_anew(place, tmp_path, monkeypatch, number):
     """Before the first of the files is written, and before the folder gets its name."""
-    calls, write, rename = list[int](), Path.write_bytes, os.replace
+    calls = itertools.count(1)
 
     def killing(plain):
         def call(*given):
-            calls.append(0)
-            if len(calls) == number:
+            if next(calls) == number:
                 raise KeyboardInterrupt
             return plain(*given)
 
@@ -226,8 +209,8 @@ def test_a_kill_leaves_nothing_and_the_same_command_begins_anew(place, tmp_path,
 
     options = {"duplicates": 0.95, "clusters": [5], "draw": 10, "out": tmp_path / "out"}
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", killing(write))
-        patch.setattr(os, "replace", killing(rename))
+        patch.setattr(Path, "write_bytes", killing(Path.write_bytes))
+        patch.setattr(os, "replace", killing(os.replace))
         with pytest.raises(KeyboardInterrupt):
             dino_ds.curate(place / "npy.npy", **options)
     assert not list(tmp_path.glob("out*"))
@@ -258,11 +241,9 @@ def _described_by_another(place):
 REFUSED = {
     "order": ("npy", _reordered, r"npy\.npy has other rows than npy\.npy\.json describes, or in another order"),
     "order in parquet": ("parquet", _described_by_another, r"parquet\.parquet has other rows than"),
-    "longer": ("npy", lambda place: np.save(place / "npy.npy", np.ones((68, 64), np.float32)), "are not as embed"),
     "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "not as embed writes"),
     "gone": ("npy", lambda place: (place / "npy.npy.json").unlink(), r"npy\.npy\.json can't be read: No such file"),
     "parquet": ("parquet", lambda place: (place / "parquet.parquet").write_bytes(b"PAR1"), "not as embed writes"),
-    "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "not as embed writes"),
     "empty": ("npy", lambda place: (place / "npy.npy.json").write_text("{}"), "json has no format number"),
     "patches": ("npy", lambda place: _described(place, what="patches"), "maps of patches: embed with --what cls"),
     "more": (
@@ -282,8 +263,6 @@ def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
     with pytest.raises(UserError, match=said) as told:
         dino_ds.curate(copy / f"{form}.{form}", duplicates=0.95, root=copy / "images", out=tmp_path / "out")
     assert "\n" not in str(told.value) and not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match=said):
-        dino_ds.find(copy / f"{form}.{form}", ["0"], root=copy / "images", out=tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +271,6 @@ def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
         ({}, "--duplicates auto, --clusters 1000, or both"),
         ({"duplicates": 0.9, "draw": 3}, "--draw 3 is balanced over clusters"),
         ({"clusters": (10, 100)}, "each level has fewer"),
-        ({"clusters": (3,), "out": "/dev"}, "/dev is there already"),
         ({"clusters": (3,), "out": "/dev/null/x"}, "/dev/null/x can't be written"),
     ],
 )
@@ -305,25 +283,14 @@ def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(
     other = _backbone()
     next(other.network.parameters()).data.add_(1)
     FORMATS["safetensors"](other, tmp_path / "other.safetensors")
-    find, image = dino_ds.find, place / "images/plain/07.png"
+    find, rows, plain = dino_ds.find, place / "npy.npy", place / "images/plain"
     cases = [
-        (lambda: find(place / "npy.npy", [image], model=tmp_path / "other.safetensors"), r"weights differ.*give"),
-        (lambda: dino_ds.curate(place / "npy.npy", clusters=[67], out=tmp_path / "o"), "67 are more than the 66"),
-        (lambda: dino_ds.find(place / "npy.npy", ["nope.png"]), "nope.png is no file, nor the name or the number"),
-        (lambda: dino_ds.find(place / "npy.npy", [place / "images/plain/bad.png"]), r"bad\.png \("),
-        (lambda: dino_ds.find(place / "x.pt", [0]), r"x\.pt is not \.npy or \.parquet: give a file of dino-ds embed"),
-        (
-            lambda: dino_ds.curate(place / "parquet.parquet", clusters=[2], memory_gib=1e-6, out=tmp_path / "o"),
-            "embed as .npy",
-        ),
+        (lambda: find(rows, [plain / "07.png"], model=tmp_path / "other.safetensors"), r"weights differ.*give"),
+        (lambda: dino_ds.curate(rows, clusters=[67], out=tmp_path / "o"), "67 are more than the 66"),
+        (lambda: find(rows, ["nope.png"]), "nope.png is no file, nor the name or the number"),
+        (lambda: find(rows, [plain / "bad.png"]), r"bad\.png \("),
+        (lambda: find(place / "x.pt", [0]), r"x\.pt is not \.npy or \.parquet: give a file of dino-ds embed"),
     ]
     for call, said in cases:
         with pytest.raises(UserError, match=said):
             call()
-
-
-def test_images_that_are_not_there_are_refused_before_torch_is_loaded(place):
-    names = [line.split(",")[0] for line in (place / "npy.csv").read_text().splitlines()[1:]]
-    embed.check_queries(str(place / "npy.npy"), ["0", str(place / "images/plain/07.png"), names[-1]])
-    with pytest.raises(ConfigError, match=r"nope\.png is no file, nor the name or the number"):
-        embed.check_queries(str(place / "npy.npy"), ["0", "nope.png"])

@@ -88,9 +88,8 @@ def labeled(made):
 @pytest.mark.slow
 def test_every_evaluation_gives_numbers(made, labeled):
     results = _results(made)
-    names = {"knn_1", "knn_5", "linear", "ridge", "rankme"}
     assert results.keys() == set(LABELED)
-    assert names <= {name for values in results.values() for name in values}
+    assert {"knn_1", "knn_5", "linear", "ridge", "rankme"} <= {name for values in results.values() for name in values}
     written = read_results(made / "results.json")
     assert labeled == written
     assert {written["knn"][key] for key in ("step", "images", "train_images", "test_images")} == {3, 24, 9}
@@ -105,7 +104,6 @@ def test_test_images_that_are_training_images_are_said(place, capsys):
     output, told = capsys.readouterr()
     assert json.loads(output)["results"]["knn"]["results"]["knn_1"] == 100
     assert "9 of 9 test images looked at are training images too, such as " in told
-    assert "a score on them says nothing about new images; name others with --test_root" in told
     _run(place, k=(1,))
     assert "training images too" not in capsys.readouterr().err
 
@@ -113,7 +111,6 @@ def test_test_images_that_are_training_images_are_said(place, capsys):
 @pytest.mark.parametrize(
     ("change", "shared"),
     [
-        (lambda folder: None, 24),
         (lambda folder: shutil.rmtree(folder / "class1"), 16),
         (lambda folder: [path.rename(folder / path.name) for path in folder.glob("*/*")], 24),
         (lambda folder: [path.write_bytes(path.read_bytes() + b"0") for path in folder.glob("class2/*")], 16),
@@ -129,13 +126,6 @@ def test_shared_images_are_found_by_name_and_content(made, tmp_path, change, sha
     others = build_source("photos", None, "test", False)
     for names, images in ((["statistics"], test), (["knn"], None), (["knn"], others)):
         assert note_on_shared(names, train, images, "") == (0, [])
-
-
-def test_statistics_need_one_set_of_images(place):
-    _run(place, "statistics", root=str(place / "plain"), test_root=None)
-    found = _results(place)["statistics"]
-    assert found.keys() == {"feature_std", "rankme", "uniformity"}
-    assert read_results(place / "results.json")["statistics"]["test_images"] == 6
 
 
 def test_two_ranks_give_what_one_gives(place, labeled):
@@ -169,23 +159,18 @@ def test_labeled_images_and_benchmarks_in_one_command(place):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("out", "words"),
     [
-        (None, "it is a folder"),
-        ("{", "can't be written"),
-        ('{"name": 1}', "something else than results of dino-ds eval"),
+        ("train", "it is a folder"),
+        ("mine.json", "something else than results of dino-ds eval"),
+        ("nowhere/results.json", "is not a writable folder"),
     ],
 )
-def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
+def test_a_place_for_results_is_looked_at_first(place, monkeypatch, out, words):
     monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
-    out = place / "train"
-    if content is not None:
-        out = place / "mine.json"
-        out.write_text(content)
+    (place / "mine.json").write_text('{"name": 1}')
     with pytest.raises(ConfigError, match=words):
-        _run(place, out=str(out))
-    with pytest.raises(ConfigError, match="is not a writable folder"):
-        _run(place, out=str(place / "nowhere/results.json"))
+        _run(place, out=str(place / out))
 
 
 def test_what_evaluations_leave_out():
@@ -202,13 +187,9 @@ def test_what_evaluations_leave_out():
 
 def test_bad_input_at_the_command_line(place, capsys):
     (place / "empty").mkdir()
-    (place / "notes.txt").write_text("no weights")
-    (place / "broken.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     sets = ("--root", place / "train", "--test_root", place / "test", "--workers", 0)
     for code, words, given in (
         (3, "does not exist", (place / "nothing", *sets)),
-        (3, "notes.txt", (place / "notes.txt", *sets)),
-        (3, "broken.safetensors", (place / "broken.safetensors", *sets)),
         (2, "the training images have no classes", (place, "--root", place / "plain", *sets[2:])),
         (2, "there are no test images: name labeled ones with --test_root", (place, *sets[:2])),
         (2, "needs a folder", (place, *sets[2:])),
@@ -224,20 +205,10 @@ def test_bad_input_at_the_command_line(place, capsys):
     assert not (place / "evaluations.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("evals", "changes", "words"),
-    [
-        ("ridge", {"k": (3,)}, "--k changes nothing of ridge: it is for knn; add one to --evals, or leave"),
-        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, davis"),
-        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
-    ],
-)
-def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
-    clips(place / "data", names=("walk",), frames=3)
-    monkeypatch.chdir(place)
+def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch):
     monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match=words):
-        _run(place, evals, **changes)
+    with pytest.raises(ConfigError, match="--k changes nothing of ridge: it is for knn; add one to --evals, or leave"):
+        _run(place, "ridge", k=(3,))
 
 
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):

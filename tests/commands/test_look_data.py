@@ -69,17 +69,12 @@ def test_statistics_are_those_of_the_files(folder, looked):
     found, _ = looked
     assert (found["images"], found["looked_at"]) == (7, 7)
     assert found["unreadable"]["count"] == 2
-    assert {file["name"] for file in found["unreadable"]["files"]} == {
-        str(folder / "dogs/empty.jpg"),
-        str(folder / "dogs/words<b>.png"),
-    }
+    assert {Path(file["name"]).name for file in found["unreadable"]["files"]} == {"empty.jpg", "words<b>.png"}
     # Upright: 90 x 60 on its side is 60 x 90.
     assert found["width"] == {"min": 40, "median": 60, "max": 100}
     assert found["height"] == {"min": 30, "median": 50, "max": 90}
     assert found["classes"]["counts"] == {"cats": 3, "dogs": 4}
-    text = report(found)
-    for words in ("empty.jpg (empty file)", "words<b>.png (not an image)", "cats 3"):
-        assert words in text, words
+    assert "words<b>.png (not an image)" in report(found)
 
 
 @pytest.mark.parametrize("augment", ["device", "worker"])
@@ -120,19 +115,6 @@ def test_nothing_to_look_at_and_no_place_for_the_sheet(folder, tmp_path):
             look_data.run(LookDataOptions(out=str(tmp_path / out)), recipe=recipe_for(folder))
 
 
-def test_deep_images_are_shown_with_their_values(tmp_path):
-    values, deep = np.arange(2000).reshape(40, 50) * 2, tmp_path / "images/deep.tif"
-    deep.parent.mkdir()
-    noise(0, 50, 40).save(tmp_path / "images/shallow.png")
-    deep.write_bytes(tiff(values.astype("int16")))
-    with pytest.raises(ConfigError, match=r"give --data\.value_range 0,3998"):
-        look(deep.parent, tmp_path, images=2)
-    deep.write_bytes(tiff(values.astype("uint16")))
-    said = report(found := look(deep.parent, tmp_path, images=2))
-    assert "values        uint16 in 1: 0 to 3998\n" in said and "data.value_range 0,4095" in said
-    assert found["values"] == {"uint16": {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
-
-
 def test_files_beyond_the_range_or_of_other_channels_are_those_that_training_skips(tmp_path):
     """Of the images looked at, which may be more than those that the range was sought in."""
     (tmp_path / "images").mkdir()
@@ -147,19 +129,7 @@ def test_files_beyond_the_range_or_of_other_channels_are_those_that_training_ski
         {"name": str(tmp_path / "images/six.npy"), "reason": "6 channels, 3 are wanted"},
     ]
     assert found["values"] == {"uint16": {"images": 3, "min": 0, "max": 4000}}
-    said = report(found)
-    assert "\n              1 of 4 images looked at that are deeper than 8 bits are skipped" in said
-    assert f"/1.tif ({reason}): store all images alike" in said
-    assert "1 of 4 images looked at that are deeper than 8 bits use less than 1% of data.value_range 0,4095" in said
-
-
-def test_files_that_are_unreadable_for_one_reason_share_a_line(tmp_path):
-    Image.new("RGB", (40, 50)).save(tmp_path / "image.png")
-    for number in range(5):
-        (tmp_path / f"{number}.jpg").write_bytes(b"")
-    said = report(look(tmp_path, tmp_path, images=1))
-    assert "/1.jpg" in said and f"{tmp_path}/2.jpg and 2 more (empty file)\n" in said
-    assert said.count("empty file") == 1 and "--json names all files" in said
+    assert "that are deeper than 8 bits use less than 1% of data.value_range 0,4095" in report(found)
 
 
 def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
@@ -180,18 +150,6 @@ def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
     assert recipe.data.mean == found["mean"] and recipe.data.std == found["std"]
 
 
-def test_hidden_patches_are_gray(folder):
-    masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
-    recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
-    source = sources.build_source("folder", str(folder), "train", False)
-    for plain, hidden in zip(*(look_data._sheet_rows(source, recipe) for recipe in recipes), strict=True):
-        for number, (a, b) in enumerate(zip(plain.crops, hidden.crops, strict=True)):
-            changed = np.any(np.array(a) != np.array(b), axis=2)
-            assert changed.any() == (number < 2)
-            assert (np.array(b)[changed] == [124, 116, 104]).all()
-    assert look_data._crops(recipes[1]).endswith("masks dinov2") and "masks" not in look_data._crops(recipes[0])
-
-
 WRITING = {
     ("train", "--config quickstart --print out.yaml"): "out.yaml",
     ("train", "--config quickstart --run_dir out"): "out/config.yaml",
@@ -200,19 +158,13 @@ WRITING = {
     ("look-data", "--config quickstart --out out.png"): "out.png",
     ("eval", "weights --out out.json"): "out.json",
     ("embed", "weights --out out.npy"): "out.npy",
-    ("embed", "weights  --out out.npy"): "out.csv",
     ("embed", "weights --out out.parquet"): "out.parquet.json",
-    ("find", "x.npy 0 --out out"): "out.png",
-    ("find", "x.npy  0 --out out"): "out.csv",
+    ("find", "x.npy 0 --out out"): "out.csv",
     ("curate", "x.npy --clusters 3 --out out"): "out/clusters.csv",
-    ("curate", "x.npy --clusters 3"): "x-clusters",
     ("pictures", "weights --only map --out out"): "out/map.png",
-    ("pictures", "weights --only pca"): "pictures/pca.png",
-    ("export", "weights --format safetensors --out out.safetensors"): "out.safetensors",
-    ("export", "weights  --format safetensors --out out.safetensors"): "out.json",
+    ("export", "weights --format safetensors --out out.safetensors"): "out.json",
     ("export", "weights --format timm --out out"): "out/model.safetensors",
     ("shard", "--root images --out out"): "out/0.tar",
-    ("bench tune", "--config vitti16"): "tune.html",
     ("bench tune", "--config vitti16 --out out.html"): "out.json",
     ("bench step", "--profile out"): "out/trace.json",
 }

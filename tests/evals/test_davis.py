@@ -12,17 +12,8 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.benchmarks import (
-    LabelPropagation,
-    QueryAnswers,
-    davis,
-    describe_at_scales,
-    frame_sides,
-    hard_labels,
-    judge_masks,
-    landmark_map,
-    oxford,
-)
+from dino_ds.evals import benchmarks
+from dino_ds.evals.benchmarks import LabelPropagation, QueryAnswers, davis, hard_labels, judge_masks, oxford
 from dino_ds.evals.suite import find_evaluation
 from tests.evals.tiny import clips, context_of, label_map, landmarks
 from tests.ranks import run_on_ranks
@@ -112,10 +103,8 @@ def test_propagation_equals_a_slow_reference(grid):
 
 def test_sides_are_the_reference_s():
     """480p of DAVIS is 854 x 480: 480 x 832 for patches of 16 and 8."""
-    assert frame_sides(854, 480, 480, 16) == frame_sides(854, 480, 480, 8) == (480, 832)
-    assert frame_sides(480, 854, 480, 16) == (832, 480)
-    assert frame_sides(854, 480, 480, 14) == (476, 840)
-    assert frame_sides(100, 100, 96, 32) == (96, 96)
+    assert benchmarks.frame_sides(854, 480, 480, 16) == benchmarks.frame_sides(854, 480, 480, 8) == (480, 832)
+    assert benchmarks.frame_sides(480, 854, 480, 14) == (840, 476)
 
 
 def test_pixels_take_the_class_that_wins_when_each_is_stretched():
@@ -153,23 +142,21 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
             label_map(mask, np.zeros((96, 160)))
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "size"), [("paris", lambda root: landmarks(root, "rparis6k"), 64), ("davis", clips, 64)]
-)
-def test_two_ranks_give_what_one_gives(name, make, size, tmp_path):
+def test_two_ranks_give_what_one_gives(tmp_path):
     """Of every benchmark; three clips on two ranks are unequal shares."""
-    make(tmp_path)
-    one = _evaluate(name, tmp_path, size)
-    for two in run_on_ranks(_evaluate, name, tmp_path, size):
+    landmarks(tmp_path, "rparis6k")
+    clips(tmp_path)
+    one = _evaluate(tmp_path)
+    for two in run_on_ranks(_evaluate, tmp_path):
         assert two == pytest.approx(one, abs=1e-9)
 
 
-def _evaluate(name, root, size):
-    return find_evaluation(name)(context_of(root, size=size))
-
-
-def _answer(**kinds):
-    return QueryAnswers(**{"bbx": (0, 0, 1, 1), "easy": [], "hard": [], "junk": [], **kinds})
+def _evaluate(root):
+    return {
+        name: value
+        for benchmark in ("paris", "davis")
+        for name, value in find_evaluation(benchmark)(context_of(root, size=64)).items()
+    }
 
 
 def _slow_precision(ranking, positives, junk):
@@ -192,18 +179,17 @@ def test_scores_equal_a_slow_reference():
         drawn = generator.permutation(40)[:12].tolist()
         sizes = (0, 0, 4) if query == 3 else (3, 5, 4)
         easy, hard, junk = drawn[: sizes[0]], drawn[3 : 3 + sizes[1]], drawn[8 : 8 + sizes[2]]
-        answers.append(_answer(easy=easy, hard=hard, junk=junk))
+        answers.append(QueryAnswers(bbx=(0, 0, 1, 1), easy=easy, hard=hard, junk=junk))
     rules = {"easy": ("easy", "junk hard"), "medium": ("easy hard", "junk"), "hard": ("hard", "junk easy")}
     for setup, (found, passed) in rules.items():
         rows = []
         for row, answer in zip(ranking, answers, strict=True):
             positives = [i for key in found.split() for i in getattr(answer, key)]
+            others = [i for key in passed.split() for i in getattr(answer, key)]
             if positives:  # revisitop leaves the others out of all means
-                rows.append(
-                    _slow_precision(row, positives, [i for key in passed.split() for i in getattr(answer, key)])
-                )
+                rows.append(_slow_precision(row, positives, others))
         assert len(rows) == 19
-        assert landmark_map(ranking, answers, setup) == pytest.approx(100 * np.mean(rows), abs=1e-10)
+        assert benchmarks.landmark_map(ranking, answers, setup) == pytest.approx(100 * np.mean(rows), abs=1e-10)
 
 
 def test_colors_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
@@ -221,12 +207,10 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
         scaled = images
         if scale < 1:
             scaled = torch.nn.functional.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
-        assert scaled.shape[-2:] == (height, width)
         total = total + context.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
-    backbone = context.backbone
-    assert describe_at_scales(backbone, (0.1,), images).isfinite().all()  # smaller than a patch
-    assert describe_at_scales(backbone, (1.0, 0.5), images[..., :1]).isfinite().all()  # a query one pixel wide
-    ours = describe_at_scales(backbone, (1.0, 2**-0.5, 0.5), images)
+    for scales, odd in (((0.1,), images), ((1.0, 0.5), images[..., :1])):  # smaller than a patch; one pixel wide
+        assert benchmarks.describe_at_scales(context.backbone, scales, odd).isfinite().all()
+    ours = benchmarks.describe_at_scales(context.backbone, (1.0, 2**-0.5, 0.5), images)
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
 
 

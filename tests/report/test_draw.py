@@ -59,11 +59,6 @@ def test_the_frame_of_a_neighbor_says_whether_it_is_of_the_class(pictures):
     assert _shown(draw.draw_neighbors([picture], [[picture]], [["", ""]], [[None]]))[1] == ["image", "1"]
 
 
-def test_heat_is_warmest_where_attention_is_strongest():
-    warm = draw.heat(torch.full((16, 32, 3), 0.4), torch.tensor([[0.0, 3.0], [0.0, 1.0]]))
-    assert warm.shape == (16, 32, 3) and warm[4, 24].sum() > warm[12, 24].sum() > warm[4, 8].sum()
-
-
 def test_pictures_keep_their_shape_and_place():
     """A wide picture is not stretched; what is put into a cell is there and nowhere else."""
     sheet = draw.Sheet(1, 2)
@@ -86,9 +81,8 @@ def test_words_are_read_on_any_page_and_the_ground_is_clear():
 
 @pytest.mark.slow
 def test_cosines_alone_place_an_image_on_the_map():
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(30, 8, generator=generator)
-    lengths = 2.0 ** torch.randint(-2, 3, (30, 1), generator=generator)  # powers of 2 round nothing
+    features = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
+    lengths = 2.0 ** (torch.arange(30)[:, None] % 5)  # powers of 2 round nothing
     np.testing.assert_array_equal(draw.place(features * lengths), draw.place(features))
     assert all(np.isfinite(draw.place(features[:few])).all() for few in (2, 3, 4))
 
@@ -189,13 +183,8 @@ def test_bad_input_is_one_line(pictured, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "one/a.png").write_bytes((pictured / "images/class1/001.png").read_bytes())
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad/a.png").write_bytes(b"broken")
     for changes, error, words in (
-        ({"root": None}, ConfigError, "name images"),
         ({"root": str(tmp_path / "one"), "only": "map"}, DataError, "one image alone has no neighbors and no map"),
-        ({"root": str(tmp_path / "bad"), "only": "pca"}, DataError, "none of 1 images can be read"),
-        # Before the weights are read.
         ({"model": "nowhere.pth", "out": str(tmp_path / "file/out")}, ConfigError, "name another folder with --out"),
     ):
         with pytest.raises((error, DataError), match=words):
@@ -205,9 +194,7 @@ def test_bad_input_is_one_line(pictured, tmp_path):
 
 def test_a_run_has_pictures_six_times_unless_its_recipe_says_how_often(pictured):
     source = build_source("folder", str(pictured / "images"), "train", False)
-    due = {}
-    for every in ("auto", "30 steps"):
+    for every, due in (("auto", [0, 21, 42, 63, 84, 101]), ("30 steps", [0, 30, 60, 90, 101])):
         recipe = load_recipe(None, {"length": "101 steps", "eval.pictures_every": every})
         album = PeriodicPictures.build(recipe, source, 5)
-        due[every] = [step for step in range(102) if album.due(step, last=step == 101)]
-    assert due == {"auto": [0, 21, 42, 63, 84, 101], "30 steps": [0, 30, 60, 90, 101]}
+        assert [step for step in range(102) if album.due(step, last=step == 101)] == due

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dino_ds.config.loading import load_recipe
 from dino_ds.method.frozen import FrozenTeacher
 from dino_ds.weights.frozen import digest, find_frozen
-from tests.run.harness import MASKED, image_folder, train_tiny, whole_tensors
+from tests.run.harness import MASKED, image_folder, log_of, read_metrics, train_tiny, whole_tensors
 
 TEACHER = {"model.width": "48", "model.depth": "3", "model.heads": "3", "head.hidden": "64", "head.bottleneck": "24"}
 PLAIN_HEAD = {"ibot_head.prototypes": "65536", "ibot_head.hidden": "2048", "ibot_head.bottleneck": "256"}
@@ -46,8 +46,7 @@ def test_distil_stop_and_resume(place, distill, monkeypatch):
         shutil.copytree(place / "teacher", place / "moved")
     assert _distil(place, stopped, how, teacher="moved", max_steps=4, resume=True) is None
     first, second = (whole_tensors(place / run, 4) for run in (whole, stopped))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert not [name for name in first if name.startswith("teachers.")]
     own = {"heads": "teacher.head.mlp.0.weight", "features": "teacher.cls_regression.weight"}[distill]
     assert own in first and ("teacher.head.mlp.0.weight" in first) == (distill == "heads")
@@ -80,13 +79,11 @@ def test_a_file_without_heads_teaches_by_features_alone(place):
     assert said == f"teacher.source {file} has no heads: set teacher.distill features, or give a run that has them"
     none = {"crops.mask": "none", "teacher.distill": "features", **PLAIN_HEAD}
     assert _distil(place, "global", {**none, "crops.num_local": "0"}, teacher=file.name, max_steps=1) is None
-    assert "local crops are computed" not in (place / "global/log.txt").read_text()
+    assert "local crops are computed" not in log_of(place / "global")
     assert _distil(place, "file", none, teacher=file.name, max_steps=1) is None
-    metrics = [json.loads(line) for line in (place / "file/metrics.jsonl").read_text().splitlines()]
-    log = (place / "file/log.txt").read_text()
-    assert "by its features, through a linear layer each" in log and "set crops.num_local 0" in log
-    losses = [line["dino_loss"] for line in metrics if "dino_loss" in line]
-    assert losses and 0 < losses[-1] < 2
+    assert "set crops.num_local 0" in log_of(place / "file")
+    (loss,) = [line["dino_loss"] for line in read_metrics(place / "file") if "dino_loss" in line]
+    assert 0 < loss < 2
 
 
 REFUSED = {
@@ -114,17 +111,15 @@ def test_refused_in_one_line_and_no_folder_is_left(place, case):
     ("student", "teacher"), [("quickstart_distill", "quickstart"), ("distill_vits16", "dinov3_vitl16")]
 )
 def test_a_recipe_fits_the_heads_of_the_teacher_that_it_names(student, teacher):
-    first, second = load_recipe(student, {"teacher.source": "runs/there"}), load_recipe(teacher, {})
-    assert first.head.prototypes == second.head.prototypes
-    assert first.ibot_head.prototypes == second.ibot_head.prototypes
-    assert first.objective.ibot_head == second.objective.ibot_head
-    assert bool(first.objective.ibot_weight) == bool(second.objective.ibot_weight)
-    assert first.model.spec().stride == second.model.spec().stride
+    one, other = (
+        (r.head.prototypes, r.ibot_head.prototypes, r.objective.ibot_head, bool(r.objective.ibot_weight))
+        for r in (load_recipe(student, {"teacher.source": "runs/there"}), load_recipe(teacher, {}))
+    )
+    assert one == other
 
 
 def test_free_prototypes_of_a_teacher(place):
     free = {"head.free_prototypes": "true", "ibot_head.free_prototypes": "true"}
     assert train_tiny(place / "root", place / "free", max_steps=1, changes={**TEACHER, **MASKED, **free}) is None
-    source = find_frozen(str(place / "free"))
-    assert source.head("head").free_prototypes and not find_frozen(str(place / "teacher")).head("head").free_prototypes
+    assert find_frozen(str(place / "free")).head("head").free_prototypes
     assert _distil(place, "of-free", teacher="free", max_steps=1) is None

@@ -17,7 +17,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dino_ds
-from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalization import Normalization, Stated, with_image_settings
@@ -30,12 +29,10 @@ from dino_ds.weights.load import Backbone
 from dino_ds.weights.start import adapt_convolution
 from tests.data.files import Arrays, tiff
 from tests.ranks import run_on_ranks
-from tests.run import test_resume, test_stages
+from tests.run import test_resume
 from tests.run.harness import TINY, image_folder, log_of, losses_of, train_alone, train_tiny
 from tests.sample import sampled
 from tests.weights.test_weights import _backbone
-
-STEP = "checkpoints/step_00000002"
 
 
 def deep_folder(root: Path, images: int, top: int, seed: int = 0) -> Path:
@@ -61,9 +58,7 @@ def run(tmp_path_factory):
 
 def test_the_range_is_said_and_written(run):
     assert "note     24 of 24 images looked at are deeper than 8 bits: uint16, values 0 to 4000; " in log_of(run)
-    assert "data.value_range 0,4095, 8-bit images 0,255" in log_of(run)
     assert load_recipe(str(run / "config.yaml"), {}).data.known_range == (0, 4095)
-    assert read_manifest(run / STEP).recipe["data"]["value_range"] == [0, 4095]
     assert json.loads((run / "teacher.json").read_text())["value_range"] == [0, 4095]
     assert read_results(run / "evaluations.json")["knn"]["test_images"] == 9
     assert "unreadable" not in log_of(run)
@@ -82,15 +77,10 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
         assert model.preprocess(Image.new("L", (40, 50))).shape == (3, 32, 32)
         with pytest.raises(ConfigError, match=r"this image \(uint16 values, 0 to 8\d+: beyond data.value_range 0,4095"):
             model.preprocess(deep * 2)
-        for wrong in (torch.zeros(3, 50, 60), [deep], None):
-            with pytest.raises(ConfigError, match=f"a {type(wrong).__name__} is not an image"):
-                model.preprocess(wrong)
-            with pytest.raises(ConfigError, match=r"is not a tensor of images|images of shape"):
-                model.features(wrong)
     with pytest.raises(ConfigError, match=r"no data.value_range was given or found\); this model was trained on 8-bit"):
         _backbone().preprocess(Image.fromarray(deep))
     content = sidecar.read_sidecar(tmp_path / "copy.safetensors")
-    for wrong in ("0,4095", [1], [3, 2], ["a", 1], [0, 10**400], None):
+    for wrong in ([3, 2], ["a", 1], [0, 10**400]):
         (tmp_path / "copy.json").write_text(json.dumps({**content, "value_range": wrong}))
         with pytest.raises(CheckpointError, match="unusable value_range"):
             dino_ds.load(tmp_path / "copy.safetensors")
@@ -111,21 +101,18 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path):
 def test_a_resumed_run_keeps_its_range(tmp_path):
     root, run = deep_folder(tmp_path / "images", 12, 4000), tmp_path / "run"
 
-    def go(steps, resume=False, value_range="auto"):
+    def go(steps, resume=True, value_range="auto"):
         changes = {"data.value_range": value_range}
-        return run_on_ranks(train_tiny, root, run, max_steps=steps, resume=resume, changes=changes, world=1)
+        return train_alone(root, run, max_steps=steps, resume=resume, changes=changes)
 
-    assert go(2, value_range="0,16383") == [None]
-    before = log_of(run)
+    assert go(2, False, "0,16383") is None
     (root / "class0/0.png").write_bytes(tiff(np.full((40, 48), 20000, np.uint16)))
-    assert go(5, resume=True) == [None]
+    assert go(5) is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4, 5]
     beyond = "0.png (uint16 values, 20000 to 20000: beyond data.value_range 0,16383)"
-    assert f"{beyond}: store all" not in before and log_of(run).count(f"{beyond}: store all") == 1
-    assert log_of(run).count(beyond) > 1  # the step that has skipped it
-    [refused] = go(6, resume=True, value_range="0,65535")
-    assert "settings changed since step 5: data.value_range [0.0, 16383.0] -> [0.0, 65535.0]" in refused
-    assert "accept with --allow_change data.value_range" in refused
+    assert log_of(run).count(f"{beyond}: store all") == 1 < log_of(run).count(beyond)  # the step that has skipped it
+    refused = go(6, value_range="0,65535")
+    assert "data.value_range [0.0, 16383.0] -> [0.0, 65535.0]; accept with --allow_change data.value_range" in refused
 
 
 CHANNEL_MEANS, SPREAD = np.array([0.2, 0.4, 0.6, 0.1, 0.3, 0.7]), 0.05
@@ -173,13 +160,12 @@ def _start(rgb_place: Path, count: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def rgb_place(tmp_path_factory):
-    """A run on photographs, `rgb`, and folders of files with one and four bands, `1` and `4`."""
+    """A run on photographs, `rgb`, and a folder of files with four bands, `4`."""
     rgb_place = tmp_path_factory.mktemp("bands")
-    for count in (1, 4):
-        (rgb_place / str(count)).mkdir()
-        for i in range(16):
-            pixels, how = _pixels(i, count, 16).squeeze(), {"planarconfig": "contig"} if count > 1 else {}
-            tifffile.imwrite(rgb_place / f"{count}/{i:02d}.tif", pixels, photometric="minisblack", **how)
+    (rgb_place / "4").mkdir()
+    for i in range(16):
+        how = {"photometric": "minisblack", "planarconfig": "contig"}
+        tifffile.imwrite(rgb_place / f"4/{i:02d}.tif", _pixels(i, 4, 16), **how)
     image_folder(rgb_place / "photographs")
     changes = _start(rgb_place, 3) | {"model.init_from": "none"}
     assert train_alone(rgb_place / "photographs", rgb_place / "rgb", max_steps=2, changes=changes) is None
@@ -198,20 +184,18 @@ def test_a_recipe_for_other_channels_is_told_theirs(rgb_place, tmp_path):
     assert "its channels are adapted from 3 to 4 (patch_embed.proj.weight)" in log_of(run)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 4])
-def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again(rgb_place, tmp_path, count):
+def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again(rgb_place, tmp_path):
     """In partitions on two ranks, rate 0 in the first step; a resume, without the weights, is exact."""
     rgb = shutil.copytree(rgb_place / "rgb", tmp_path / "rgb")
-    changes = _start(tmp_path, count)
-    ds = "zero3_fp32.json"
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    changes = _start(tmp_path, 4)
+    whole, parts, images = tmp_path / "whole", tmp_path / "parts", rgb_place / "4"
     for run, steps in ((parts, 1), (whole, 3)):
-        assert run_on_ranks(train_tiny, rgb_place / str(count), run, ds, steps, changes=changes) == [None] * 2
+        assert run_on_ranks(train_tiny, images, run, "zero3_fp32.json", steps, changes=changes) == [None] * 2
     ours, theirs = load_file(parts / "teacher.safetensors"), load_file(rgb / "teacher.safetensors")
-    assert torch.equal(ours.pop(PATCHES), adapt_convolution(theirs[PATCHES], count))
+    assert torch.equal(ours.pop(PATCHES), adapt_convolution(theirs[PATCHES], 4))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     shutil.rmtree(rgb)
-    assert run_on_ranks(train_tiny, rgb_place / str(count), parts, ds, 3, True, changes) == [None] * 2
+    assert run_on_ranks(train_tiny, images, parts, "zero3_fp32.json", 3, True, changes) == [None] * 2
     test_resume.assert_same_checkpoint(parts, whole, 3)
     assert log_of(parts).count("adapted from") == 1
 
@@ -289,37 +273,3 @@ def test_means_that_are_not_known_are_refused(weights, tmp_path):
     assert dino_ds.load(tmp_path / "alone.safetensors", heads=2).normalization.mean == (0.5,) * 4
     with pytest.raises(ConfigError, match=r"data.mean and data.std can't be measured on images"):
         with_image_settings(_recipe(4), Arrays(np.full((4, 4, 4), np.nan, np.float32)))
-
-
-@pytest.mark.slow
-def test_one_set_of_numbers_for_all_that_is_made_of_a_run(tmp_path):
-    """Measured once: the run, its resume, a stage, a student, a run from its teacher, features and exports have it."""
-    (root := tmp_path / "root").mkdir()
-    for i in range(12):
-        tifffile.imwrite(root / f"{i:02d}.tif", _pixels(i, 4, 16), photometric="minisblack", planarconfig="contig")
-    base = {**TINY, "data.root": str(root), "model.in_chans": "4", "model.drop_path": "0"}
-
-    def go(name: str, *more: str, **changes: str) -> dict:
-        words = test_stages.words_of(tmp_path / name, *more, *test_stages.flags({**base, **changes}))
-        assert test_stages.run(words) is None
-        return json.loads((tmp_path / f"{name}/teacher.json").read_text())
-
-    first = go("first", "--max_steps", "1")
-    numbers = {key: first[key] for key in ("mean", "std", "value_range")}
-    assert numbers["mean"] == pytest.approx(CHANNEL_MEANS[:4], abs=0.005) and ", measured on 12 images (" in log_of(
-        tmp_path / "first"
-    )
-    assert load_recipe(str(tmp_path / "first/config.yaml"), {}).data.mean == tuple(numbers["mean"])
-    tifffile.imwrite(root / "12.tif", _pixels(0, 4, 16) // 9, photometric="minisblack", planarconfig="contig")
-    teach = {"teacher.source": str(tmp_path / "first"), "teacher.distill": "features"}
-    again = [
-        go("first", "--max_steps", "2", "--resume", "--allow_change", "images"),
-        go("stage", "--max_steps", "1", "--from", str(tmp_path / "first"), stage_start="restart"),
-        go("student", "--max_steps", "1", **teach),
-        go("other", "--max_steps", "1", **{"model.init_from": str(tmp_path / "first")}),
-    ]
-    dino_ds.embed(str(tmp_path / "other"), root=str(root), out=str(tmp_path / "f.npy"), workers=0)
-    dino_ds.export(str(tmp_path / "other"), format="timm", out=str(tmp_path / "timm"))
-    features, folder = (json.loads((tmp_path / name).read_text()) for name in ("f.npy.json", "timm/config.json"))
-    again += [features["normalization"] | features, folder["pretrained_cfg"] | folder]
-    assert [{key: about[key] for key in numbers} for about in again] == [numbers] * len(again)

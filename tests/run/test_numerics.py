@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,16 +19,10 @@ from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.run.drawing_parts import drawing
 from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_tiny
-from tests.sample import sampled
 
 GOOD_STEPS = 2
 KEPT = drawing("Buffer", "Mixed")
 SCALE = {"fp16.initial_scale_power": "4", "fp16.hysteresis": "1"}
-CELLS = [
-    ("zero0_fp32.json", "nan"),
-    *((f"zero{s}_{p}.json", "nan") for s in (1, 2, 3) for p in ("fp32", "bf16", "fp16")),
-]
-CELLS += [(f"zero{s}_fp16.json", "overflow") for s in (1, 2, 3)]
 
 
 def _dynamic_state(step):
@@ -51,25 +46,19 @@ def _train_with_bad_numbers(root, run, ds, kind):
         if kind == "nan" and os.environ["RANK"] == "1":
             spoilt = {name: [crop * math.nan for crop in group] for name, group in inputs.crops.items()}
             inputs = inputs._replace(crops=spoilt)
-        if kind == "overflow":
-            backward = step.engine.backward
-            step.engine.backward = lambda loss: backward(loss * 1e30)
-            try:
-                return original(step, inputs, *others)
-            finally:
-                step.engine.backward = backward
-        return original(step, inputs, *others)
+        backward, factor = step.engine.backward, 1e30 if kind == "overflow" else 1
+        with mock.patch.object(step.engine, "backward", lambda loss: backward(loss * factor)):
+            return original(step, inputs, *others)
 
-    TrainingStep.micro_batch = micro_batch
-    try:
+    with mock.patch.object(TrainingStep, "micro_batch", micro_batch):
         message = train_tiny(root, run, ds, changes=KEPT, ds_changes=SCALE if "fp16" in ds else {})
-    finally:
-        TrainingStep.micro_batch = original
     after = _dynamic_state(bad[-1])
     return message, len(bad), [name for name in before if not torch.equal(before[name], after[name])]
 
 
-@pytest.mark.parametrize(("ds", "kind"), sampled(CELLS, lambda cell: (cell[0][:5], (cell[0][6:], cell[1]))))
+@pytest.mark.parametrize(
+    ("ds", "kind"), [("zero1_fp16.json", "nan"), ("zero2_fp16.json", "overflow"), ("zero3_bf16.json", "nan")]
+)
 def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for message, bad, moved in run_on_ranks(_train_with_bad_numbers, root, run, ds, kind):
@@ -84,9 +73,7 @@ def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
     assert [step for step, _ in losses_of(run)] == list(range(1, GOOD_STEPS + 1))
     if kind == "nan":
         lines = [json.loads(line) for line in (run / "bad_batches.jsonl").read_text().splitlines()]
-        assert [(line["step"], line["ranks"], line["in_a_row"], line["what"]) for line in lines] == [
-            (GOOD_STEPS, [1], n, "loss") for n in (1, 2, 3)
-        ]
+        assert [(line["step"], line["ranks"], line["in_a_row"]) for line in lines] == [(2, [1], n) for n in (1, 2, 3)]
         assert all(len(line["images"]) == 4 and line["images"][0].endswith(".png") for line in lines)
 
 
@@ -138,15 +125,6 @@ def test_features_that_do_not_spread_are_a_collapse_after_the_warmup():
         assert _said(SpreadAlarm("coding_spread", 0), values) == []
 
 
-STEPS = WINDOWS + 2
-CHANGES = {"length": f"{STEPS} steps", "objective.freeze_prototypes": "2 steps"}
-
-
-def _blacken(paths):
-    for i, path in enumerate(paths):
-        Image.fromarray(np.zeros((40 + i, 48, 3), np.uint8)).save(path)
-
-
 def test_crops_without_contrast():
     """Every channel of both global crops counts; the noise of float arithmetic is no contrast."""
     noise = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -159,9 +137,10 @@ def test_crops_without_contrast():
 
 def test_a_few_are_said_once(tmp_path):
     root = image_folder(tmp_path / "images")
-    paths = sorted(root.iterdir())
-    _blacken(paths[:3])
-    assert run_on_ranks(train_tiny, root, tmp_path / "few", changes=CHANGES) == [None, None]
+    for i, path in enumerate(sorted(root.iterdir())[:3]):
+        Image.fromarray(np.zeros((40 + i, 48, 3), np.uint8)).save(path)
+    changes = {"length": f"{WINDOWS + 2} steps", "objective.freeze_prototypes": "2 steps"}
+    assert run_on_ranks(train_tiny, root, tmp_path / "few", changes=changes) == [None, None]
     assert log_of(tmp_path / "few").count("of the images are of one color (constant_images of metrics.jsonl)") == 1
     parts = [record["constant_images"] for record in read_metrics(tmp_path / "few")]
     assert 0 < sum(parts) / len(parts) < 0.4

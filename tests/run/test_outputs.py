@@ -9,12 +9,10 @@ import shutil
 import struct
 import sys
 import time
-from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 from safetensors.torch import load_file
@@ -24,12 +22,11 @@ import dino_ds
 import dino_ds.cli.main as cli
 from dino_ds.basics import own_code
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.sources import labeled_test, training_images
+from dino_ds.data.sources import training_images
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.run import loop as loop_module
 from dino_ds.run import metrics
-from dino_ds.run.loop import Loop
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_alone, train_tiny
 
@@ -67,25 +64,15 @@ def test_timm_loads_the_teacher_as_its_json_says(run):
     assert {t.dtype for t in state.values()} == {torch.float32}
     model = timm.create_model(about["timm_name"], **about["timm_arguments"])
     model.load_state_dict(state)
-    assert "mask_token" not in state
+    assert all(f"{key}={value!r}" in about["load"] for key, value in about["timm_arguments"].items())
     ours, images = dino_ds.load(run / "checkpoints/step_00000004"), torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(model.eval()(images), ours.features(images), rtol=1e-4, atol=1e-5)
 
 
-def test_the_log_says_what_a_reader_wants(run):
-    log = (run / "log.txt").read_text()
-    for part in ("24 in ", "micro-batch 4 x accumulation 1 x ranks 2", "ZeRO 2, bf16", "raw pixels", "chance 33.3 %"):
-        assert part in log
-    times = [datetime.strptime(line.split(" ")[0], "%Y-%m-%dT%H:%M:%SZ") for line in log.splitlines()]
-    assert times == sorted(times) and abs(datetime.now(timezone.utc).replace(tzinfo=None) - times[-1]) < timedelta(1)
-
-
 MODEL = {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0"}
 MODEL |= {"crops.global_size": "64", "crops.local_size": "32", "length": "2 steps", "optimizer.warmup": "0 steps"}
-RESNET = MODEL | {
-    "model.backbone": "resnet18",
-    "model.arguments": '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}',
-}
+NARROW = '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}'
+RESNET = MODEL | {"model.backbone": "resnet18", "model.arguments": NARROW}
 OWN = MODEL | {"model.backbone": "tests.weights.own:Own", "model.arguments": '{"width": 12}'}
 LOOKS = {"eval.every": "2 steps", "eval.evals": "statistics,knn", "eval.k": "3", "eval.pictures_every": "2 steps"}
 IMAGES = torch.randn(2, 3, 96, 64, generator=torch.Generator().manual_seed(1))
@@ -103,19 +90,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_timm_loads_a_teacher_by_the_line_that_is_written(runs):
-    about = json.loads((runs / "resnet/teacher.json").read_text())
-    arguments = about["timm_arguments"]
-    theirs = timm.create_model(about["timm_name"], **arguments).eval()
-    theirs.load_state_dict(safetensors.torch.load_file(runs / "resnet/teacher.safetensors"))
-    ours = dino_ds.load(runs / "resnet")
-    with torch.no_grad():
-        torch.testing.assert_close(ours.features(IMAGES), theirs(IMAGES), rtol=0, atol=1e-5)
-    assert ", ".join(f"{key}={value!r}" for key, value in arguments.items()) in about["load"]
-    assert ours.heads["head"] and dict(ours.network.named_buffers())["bn1.num_batches_tracked"] == 2
-
-
-def test_pictures_and_evaluations_of_a_run(runs, capsys, monkeypatch):
+def test_pictures_and_evaluations_of_a_run(runs, capsys):
     """A map of 16 patches a side, of crops that have 2; what a CNN has not is left out, or refused where asked for."""
     for step in ("step_00000000", "step_00000002"):
         assert {p.stem for p in (runs / "resnet/pictures" / step).iterdir()} == {"map", "neighbors", "pca"}
@@ -123,12 +98,10 @@ def test_pictures_and_evaluations_of_a_run(runs, capsys, monkeypatch):
     assert f"picture  {runs}/resnet/pictures/step_00000002/map.png" in log
     assert {"statistics", "knn"} == json.loads((runs / "resnet/evaluations.json").read_text()).keys()
     asked = ["pictures", str(runs / "resnet"), "--out", str(runs / "out")]
-    monkeypatch.setattr("sys.argv", ["dino-ds", *asked])
-    cli.main()
+    cli.main(asked)
     assert {p.stem for p in (runs / "out").iterdir()} == {"pca", "neighbors", "map"}
-    monkeypatch.setattr("sys.argv", ["dino-ds", *asked, "--only", "attention"])
     with pytest.raises(SystemExit):
-        cli.main()
+        cli.main([*asked, "--only", "attention"])
     assert "resnet18 is not a Vision Transformer" in capsys.readouterr().err
 
 
@@ -189,10 +162,6 @@ def _records(content):
             whole = b""
 
 
-def _config(**sections):
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-
-
 @pytest.fixture(scope="module")
 def log_root(tmp_path_factory):
     return image_folder(tmp_path_factory.mktemp("loggers"))
@@ -203,10 +172,8 @@ def test_offline_wandb_has_every_number_and_a_resume_goes_on(log_root, tmp_path,
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    sections = _config(wandb={"enabled": "true", "project": "mine"})
-    run = tmp_path / "run"
+        monkeypatch.delenv(name, raising=False)
+    sections, run = {"wandb.enabled": "true", "wandb.project": "mine"}, tmp_path / "run"
     assert train_tiny(log_root, run, max_steps=2, ds_changes=sections) is None
     time.sleep(1.1)  # wandb names a folder by the second
     assert train_tiny(log_root, run, max_steps=4, resume=True, ds_changes=sections) is None
@@ -220,7 +187,7 @@ def test_trackio_has_every_number_over_a_resume_and_a_missing_server_stops_no_ru
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
-    sections, run = _config(trackio={"enabled": "true", "project": "mine"}), tmp_path / "run"
+    sections, run = {"trackio.enabled": "true", "trackio.project": "mine"}, tmp_path / "run"
     assert train_tiny(log_root, run, max_steps=2, ds_changes=sections) is None
     assert train_tiny(log_root, run, max_steps=4, resume=True, ds_changes=sections) is None
     (name,) = SQLiteStorage.get_runs("mine")
@@ -228,7 +195,7 @@ def test_trackio_has_every_number_over_a_resume_and_a_missing_server_stops_no_ru
     for line in SQLiteStorage.get_logs("mine", name):
         found.setdefault(line.pop("step"), {}).update({k: v for k, v in line.items() if k != "timestamp"})
     assert found == _numbers(run)
-    gone = _config(trackio={"enabled": "true", "server_url": "http://127.0.0.1:1"})
+    gone = {"trackio.enabled": "true", "trackio.server_url": "http://127.0.0.1:1"}
     assert train_tiny(log_root, tmp_path / "other", max_steps=1, ds_changes=gone) is None
 
 
@@ -246,10 +213,8 @@ def test_a_service_that_fails_is_left_out_once_and_training_goes_on(tmp_path, ca
 def test_what_can_t_be_used_is_refused_before_the_run_begins(log_root, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     for section, message in (
-        (_config(wandb={"enabled": "true"}), "the ds JSON's section wandb needs a package: pip install wandb"),
-        (_config(wandb={"enabled": "yes"}), "--ds.wandb.enabled"),
-        (_config(mlflow={"enabled": "true"}), "a callback of dino_ds.train"),
-        (_config(csv_monitor={"enabled": "true"}), "metrics.jsonl"),
+        ({"wandb.enabled": "true"}, "the ds JSON's section wandb needs a package: pip install wandb"),
+        ({"mlflow.enabled": "true"}, "a callback of dino_ds.train"),
     ):
         try:
             said = train_tiny(log_root, tmp_path / "run", max_steps=1, ds_changes=section)
@@ -271,20 +236,15 @@ SHARE = {"eval.val_share": "0.3", "eval.every": "2 steps", "eval.k": "5", "lengt
 DETAILS = ("ZeRO", "kernels", "prototypes", "saves ", "save ", "entropy", "bottleneck", "micro-batch")
 
 
-def _seen(images, run, **how):
-    """The outcome of a run, the lines on its screen, and the names of the images that it trained on."""
-    lines, names, train = [], [], Loop._train
-
-    def spy(loop, inputs_of, *rest):
-        names.extend(inputs_of.names)
-        return train(loop, inputs_of, *rest)
-
-    with mock.patch.object(tqdm, "write", lambda line, **_: lines.append(line)), mock.patch.object(Loop, "_train", spy):
-        return train_tiny(images, run, changes={**TINY, **SHARE, "save_every": "1 steps"}, **how), lines, names
-
-
 def _several(images, place):
-    return [_seen(images, place / "run", max_steps=4), _seen(images, place / "run", resume=True, verbose=True)]
+    """For each start: its outcome, and the lines on its screen."""
+    found = []
+    for how in ({"max_steps": 4}, {"resume": True, "verbose": True}):
+        lines: list[str] = []
+        with mock.patch.object(tqdm, "write", lambda line, lines=lines, **_: lines.append(line)):
+            said = train_tiny(images, place / "run", changes={**TINY, **SHARE, "save_every": "1 steps"}, **how)
+        found.append((said, lines))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -295,12 +255,10 @@ def starts(tmp_path_factory):
 
 
 def test_the_screen_says_what_is_trained_and_what_moves(starts):
-    place, (said, lines, _), _ = starts
+    place, (said, lines), _ = starts
     first = next(number for number, line in enumerate(lines) if line.startswith("step 1/"))
     assert said is None and first <= 12 and not [line for line in lines if any(word in line for word in DETAILS)]
-    start = "\n".join(lines[:first])
-    assert "2 global crops of 32 px, 2 local of 16" in start and "length   4 steps of the schedules' 6" in start
-    assert f"\nfolder   {place / 'run'}" in start and "\nrecipe   the defaults as it is" in start
+    assert f"folder   {place / 'run'}" in "\n".join(lines[:first])
     moving = [line for line in lines[first:] if line.startswith("k-NN ") and " raw pixels " not in line]
     assert len(moving) == 2 and all("since the untrained network)" in line for line in moving)
     assert "raw pixels" in lines[-2] and "untrained network" in lines[-2]
@@ -308,34 +266,20 @@ def test_the_screen_says_what_is_trained_and_what_moves(starts):
 
 
 def test_the_log_has_the_rest_and_verbose_shows_it(starts):
-    place, (_, short, _), (said, long, _) = starts
+    place, (_, short), (said, long) = starts
     logged = [line.partition(" ")[2] for line in log_of(place / "run").splitlines()]
     assert said is None and logged[-len(long) :] == long and set(short) < set(logged)
-    for word in ("batch    global batch 8", "engine   ZeRO 0", "save     step 6: ", "memory   "):
-        assert any(line.startswith(word) for line in long)
 
 
-def test_held_out_images_are_test_images_and_never_trained_on(starts):
-    place, *both = starts
-    recipe = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images")})
-    train = training_images(recipe.data, recipe.eval.val_share)
-    test = labeled_test(train)
-    held_out = {test.name(index) for index in range(len(test))}
-    assert set(test.labels) == {0, 1} and len(held_out) + len(train) == 40
-    trained_on = {name for _, _, names in both for name in names}
-    assert trained_on and not trained_on & held_out
+def test_held_out_images_are_test_images(starts):
+    place, *_ = starts
     assert [line["step"] for line in read_metrics(place / "run") if "knn_top1" in line] == [0, 2, 4, 6]
-    named = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.root": str(place / "images")})
+    values = {**TINY, **SHARE, "data.root": str(place / "images")}
+    train = training_images(load_recipe(None, values).data, float(SHARE["eval.val_share"]))
+    named = load_recipe(None, values | {"eval.root": str(place / "images")})
     assert len(EvalRunner.build(named, train, 3)._sources[1]) == 40
-    none = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.k": "30"})
-    runner = EvalRunner.build(none, train, 3)
+    runner = EvalRunner.build(load_recipe(None, values | {"eval.k": "30"}), train, 3)
     assert runner._names == () and "no k-NN on the held-out images: " in runner._notes[0] and runner.held_out
-
-
-def test_a_run_that_ends_early_is_not_warned_of_what_its_length_would_show(tmp_path):
-    images, changes = image_folder(tmp_path / "images", 10), {**TINY, "eval.every": "0 steps", "length": "20000 steps"}
-    assert train_alone(images, tmp_path / "run", max_steps=1, changes=changes) is None
-    assert "10 images are few" in (log := log_of(tmp_path / "run")) and "LightlyTrain advises" not in log
 
 
 def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):

@@ -34,13 +34,8 @@ ACCUMULATED = {"gradient_accumulation_steps": "2"}
 def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     run = tmp_path / "run"
     images = image_folder(tmp_path / "images")
-    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED, predicts=True) is None
-    log = log_of(run)
-    for line in (
-        "note     targets are balanced over all 8 images of a step; 2 micro-batches are held at once",
-        "warning  loss term koleo compares 4 images at a time, not the 8 of a step",
-    ):
-        assert line in log, line
+    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED) is None
+    assert "warning  loss term koleo compares 4 images at a time, not the 8 of a step" in log_of(run)
     terms = {"teacher_entropy", "kl", "dino_loss", "ibot_loss", "ibot_teacher_entropy", "ibot_kl", "koleo_loss"}
     for record in read_metrics(run):
         assert terms < record.keys()
@@ -50,10 +45,8 @@ def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     with redirect_stdout(io.StringIO()):
         report(ReportOptions(run=str(run)))
     page = next(run.glob("*.html")).read_text()
-    titles = "Loss, the weighted sum", "Loss of DINO", "Masked patches (iBOT)", "KoLeo, sum over the global crops"
-    for words in titles:
+    for words in ("Loss of DINO", "Masked patches (iBOT): teacher entropy", "KoLeo, sum over the global crops"):
         assert words in page, words
-    assert "Masked patches (iBOT): teacher entropy" in page
 
 
 RATE = {"objective.dino_weight": "0", "objective.coding_rate_weight": "1", "model.drop_path": "0"}
@@ -90,10 +83,13 @@ KEEP = {"objective.preserve_weight": "0.5", "model.drop_path": "0", "save_every"
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    place = tmp_path_factory.mktemp("started")
+def trained(tmp_path_factory):
+    """images/, a run on them, and another one of another network."""
+    place = tmp_path_factory.mktemp("trained")
     image_folder(place / "images")
-    assert train_alone(place / "images", place / "start", max_steps=2) is None
+    other = {"model.patch_size": "16", "model.width": "48", "model.depth": "1"}
+    for name, changes in (("run", {}), ("other", other)):
+        assert train_alone(place / "images", place / name, max_steps=2, changes=changes) is None
     return place
 
 
@@ -111,32 +107,31 @@ def test_mean_of_both_distances():
     assert float(term.loss(own, term.targets([{}], [{}], schedule)[0], schedule).loss) == 0
 
 
-def test_a_run_begins_at_no_distance_and_is_kept_near(started, tmp_path):
+def test_a_run_begins_at_no_distance_and_is_kept_near(trained, tmp_path):
     """Step 1 measures the start against itself: the rounding of bf16 (2**-8 of a feature, squared in a cosine, 1e-3 at
     most). A hundred times the weight ends nearer. Resumed, it goes on to the bit; a checkpoint has the
     start's digest alone."""
     ends = []
     for weight in ("0.001", "100"):
-        changes = KEEP | {"model.init_from": str(started / "start"), "objective.preserve_weight": weight}
-        args, ds = (started / "images", tmp_path / weight), "zero3_bf16.json"
+        changes = KEEP | {"model.init_from": str(trained / "run"), "objective.preserve_weight": weight}
+        args, ds = (trained / "images", tmp_path / weight), "zero3_bf16.json"
         assert run_on_ranks(train_tiny, *args, ds, 4, changes=changes) == [None, None]
         distances = [line["preserve_loss"] for line in read_metrics(tmp_path / weight) if "preserve_loss" in line]
         assert distances[0] == pytest.approx(0, abs=1e-3)
         ends.append(distances[-1])
     assert ends[1] < 0.5 * ends[0]
     parts = harness.copy_until(2, tmp_path / "100", tmp_path / "parts")
-    assert run_on_ranks(train_tiny, started / "images", parts, ds, 4, True, changes=changes) == [None, None]
+    assert run_on_ranks(train_tiny, trained / "images", parts, ds, 4, True, changes=changes) == [None, None]
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "100")
     test_resume.assert_same_checkpoint(tmp_path / "parts", tmp_path / "100", 4)
-    assert [name for name in whole_tensors(tmp_path / "100", 4) if name.startswith("teachers.")] == [
-        "teachers.start.sha256"
-    ]
+    kept = [name for name in whole_tensors(tmp_path / "100", 4) if name.startswith("teachers.")]
+    assert kept == ["teachers.start.sha256"]
 
 
-def test_a_run_that_leaves_its_start_ends_saved_if_asked(started, tmp_path):
+def test_a_run_that_leaves_its_start_ends_saved_if_asked(trained, tmp_path):
     run, end = tmp_path / "run", {"eval.stop_after": "drift 0.05", "log_every": "2"}
-    changes = KEEP | end | {"model.init_from": str(started / "start"), "save_every": "0 steps"}
-    assert run_on_ranks(train_tiny, started / "images", run, "zero2_fp32.json", changes=changes) == [None, None]
+    changes = KEEP | end | {"model.init_from": str(trained / "run"), "save_every": "0 steps"}
+    assert run_on_ranks(train_tiny, trained / "images", run, "zero2_fp32.json", changes=changes) == [None, None]
     log = log_of(run)
     assert log.count("ended    eval.stop_after: preserve_loss 0.") == 1 and "done     step 4 of 12" in log
     assert (run / "checkpoints/step_00000004").is_dir() and "drift 0.05" in (run / "config.yaml").read_text()
@@ -157,22 +152,8 @@ def test_a_later_stage_keeps_nothing_of_the_start_and_says_so():
 
 
 GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
-SNAPSHOT = GRAM | {
-    "gram.start": "1 steps",
-    "gram.refresh_every": "3 steps",
-    "gram.refreshes": "2",
-    "save_every": "3 steps",
-}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    place = tmp_path_factory.mktemp("trained")
-    image_folder(place / "images")
-    other = {"model.patch_size": "16", "model.width": "48", "model.depth": "1"}
-    for name, changes in (("run", {}), ("other", other)):
-        assert train_alone(place / "images", place / name, max_steps=2, changes=changes) is None
-    return place
+SNAPSHOT = GRAM | {"gram.start": "1 steps", "gram.refresh_every": "3 steps", "gram.refreshes": "2"}
+SNAPSHOT["save_every"] = "3 steps"
 
 
 def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
@@ -183,11 +164,9 @@ def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
             harness.copy_until(3, straight, parts)
         assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, SNAPSHOT) == [None, None]
     test_resume.assert_same_checkpoint(parts, straight, 6)
-    kept = {name for name in whole_tensors(straight, 6) if name.startswith("teachers.gram.backbone.")}
-    assert len(kept) == 30
-    losses = [record["gram_loss"] for record in read_metrics(straight) if "gram_loss" in record]
-    assert losses[0] == 0 < min(losses[1:])
-    assert read_metrics(parts)[-1]["gram_loss"] == read_metrics(straight)[-1]["gram_loss"]
+    assert any(name.startswith("teachers.gram.backbone.") for name in whole_tensors(straight, 6))
+    ours, theirs = ([r["gram_loss"] for r in read_metrics(run) if "gram_loss" in r] for run in (parts, straight))
+    assert ours == theirs and ours[0] == 0 < min(ours[1:])
 
 
 @pytest.mark.parametrize(
