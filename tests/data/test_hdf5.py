@@ -60,16 +60,12 @@ def test_arrays_are_read_as_they_are_stored(tmp_path, data, expected, how):
     assert np.array_equal(found.reshape(expected[5].shape), expected[5])
 
 
-@pytest.mark.parametrize("kind", [h5py.vlen_dtype(np.uint8), None])
-def test_encoded_images_are_read_from_bytes(tmp_path, kind):
-    """As PNG files in rows of bytes, variable or (opaque) all of one length."""
+def test_encoded_images_are_read_from_opaque_bytes(tmp_path):
+    """Bytes of variable length: test_forms.py."""
     rows = [encoded(Image.fromarray(pixels), "PNG") for pixels in NOISE]
     longest = max(map(len, rows))
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        dataset = file.create_dataset("files", (7,), kind or np.dtype(f"V{longest}"))
-        for i, row in enumerate(rows):
-            dataset[i] = np.frombuffer(row, np.uint8) if kind else np.void(row.ljust(longest, b"\0"))
-    source = read(tmp_path / "a.h5")
+    padded = np.array([np.void(row.ljust(longest, b"\0")) for row in rows], np.dtype(f"V{longest}"))
+    source = read(written(tmp_path / "a.h5", files=padded))
     assert all(np.array_equal(values(source, i), NOISE[i]) for i in range(7))
 
 

@@ -155,16 +155,6 @@ def test_all_names_of_a_file_are_on_its_side(named_twice, tmp_path):
             assert _keys(*sides(first)) == [train, held_out]
 
 
-def test_a_tree_with_links_of_its_files(tmp_path):
-    image_folder(tmp_path / "m", 40)
-    (tmp_path / "_").mkdir()
-    for i in range(40):
-        (os.link if i % 2 else os.symlink)(tmp_path / f"m/{i:03d}.png", tmp_path / f"_/{i}.png")
-    whole = build_source("folder", str(tmp_path), "train", False)
-    train, held_out = _keys(*split_off(whole, str(tmp_path), 0.3))
-    assert not train & held_out and len(whole) == 80
-
-
 def test_a_mixture_of_both_names_is_refused(named_twice):
     data = DataSection(source="folder", mixture=tuple(f"{folder}=0.5" for folder in named_twice[:2]))
     with pytest.raises(ConfigError, match=r"a and .* are the same place or images: give it once"):

@@ -152,12 +152,6 @@ def test_a_tab_and_a_class_give_labels(root):
     assert read(root / "list.txt", "a.png\t10\nb b.png\t9\n").classes == ["9", "10"]
 
 
-def test_a_changed_list_is_read_anew(root):
-    assert len(read(root / "list.txt", "a.png\n")) == 1
-    os.utime(root / "list.txt", (1, 1))
-    assert len(read(root / "list.txt", "a.png\nb b.png\n")) == 2
-
-
 def test_lines_that_are_no_images_are_unreadable_one_by_one(root):
     source = read(root / "list.txt", b"a.png\nmissing.png\ndeep\n\xff.png\nnul\0.png\n")
     assert source.load(0)

@@ -123,7 +123,7 @@ def test_broken_images(form):
     whole = IMAGES.get(form) or RASTERS[form]
     channels = 3 if form in IMAGES else 1 if "DICOM" in form or "oriented" in form else 6
 
-    @examples(12)
+    @examples(8)
     @given(data=broken_bytes(whole))
     def check(data):
         pixels = decode(data, channels)
@@ -296,7 +296,7 @@ def test_sets_that_are_bombs(name, tmp_path):
 def test_broken_sets(tmp_path, name):
     path, whole = tmp_path / name, SETS[name](tmp_path)
 
-    @examples(12)
+    @examples(8)
     @given(data=broken_bytes(whole))
     def check(data):
         path.unlink(missing_ok=True)
@@ -332,7 +332,7 @@ def _read(folder: Path, name: str, text: bytes) -> None:
 
 @pytest.mark.parametrize(("name", "whole"), [("recipe.yaml", RECIPE), ("ds.json", DS)])
 def test_broken_files(folder, name, whole):
-    @examples(12)
+    @examples(8)
     @given(text=broken_text(whole))
     def check(text):
         _read(folder, name, encode(text))
@@ -349,7 +349,7 @@ WORDS = st.one_of(
 )
 
 
-@examples(12)
+@examples(8)
 @given(words=st.lists(WORDS, max_size=4), name=st.one_of(st.sampled_from([*COMMANDS]), nasty))
 def test_command_lines(folder, name, words):
     command(*name.split(), *words)
@@ -404,7 +404,7 @@ HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slo
 TEXTS = st.one_of(broken_text(HOSTS), nasty, st.builds("{} slots={}".format, nasty, nasty))
 
 
-@examples(40)
+@examples(20)
 @given(text=st.one_of(TEXTS.map(encode), broken_bytes(HOSTS.encode()), st.binary()))
 def test_broken_hostfiles(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "hosts"
@@ -427,7 +427,7 @@ def run(trained, tmp_path):
 def test_broken_weights(run, names):
     """What is broken in a checkpoint, where the heads lie, is named, and never used."""
 
-    @examples(12)
+    @examples(8)
     @given(data=st.data())
     def check(data):
         path = data.draw(st.sampled_from(sorted(run.glob(names))))

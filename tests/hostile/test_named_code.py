@@ -62,11 +62,11 @@ COMMANDS = {
     "report": "report run",
 }
 READ_BY = {
-    "source": "resume stage eval embed pictures find curate",
-    "backbone": "resume start export teacher checkpoint bench find",
-    "parts": "resume stage report",
+    "source": "stage eval embed pictures find curate",
+    "backbone": "start export teacher checkpoint bench",
+    "parts": "resume report",
 }
-"""The commands that read the class's name in such a run; the others are run with it only by `make test-all`."""
+"""The commands that read the class's name in such a run, each once; `make test-all` runs the others with it."""
 CELLS = [
     pytest.param(run, command, marks=[pytest.mark.full] * (command not in READ_BY[run].split()))
     for run, command in itertools.product(RUNS, COMMANDS)
