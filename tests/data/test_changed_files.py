@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dino_ds.costs import step_costs
-from dino_ds.costs.step_costs import StepCosts, StudentFacts
+from dino_ds.costs.step_costs import StudentFacts
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import _checksums
 from dino_ds.data.remote import FilePiece, RemoteCache, _opened
@@ -25,6 +25,7 @@ from dino_ds.errors import DataError
 from tests.data.files import members, png, read, tar
 from tests.data.servers import serving
 from tests.data.test_listing import tree
+from tests.data.test_parquet import write
 from tests.data.test_remote import contents, write_index
 from tests.sample import sampled
 
@@ -32,10 +33,7 @@ FIRST = {f"{n}.png": png(n) for n in range(3)}
 
 
 def _parquet(path, images):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"image": [*images.values()]}), path, compression=None)
+    write(path, {"image": [*images.values()]})
 
 
 def _hdf5(path, images):
@@ -50,12 +48,9 @@ def _hdf5(path, images):
 WRITERS = {"0.tar": tar, "0.parquet": _parquet, "0.h5": _hdf5}
 
 
-def _append(path, write, count):
+def _append(path, writer, count):
     more = {f"more{n}.png": png(100 + n) for n in range(count)}
-    if write is tar:
-        tar(path, more, mode="a")
-    else:
-        write(path, FIRST | more)
+    tar(path, more, mode="a") if writer is tar else writer(path, FIRST | more)
 
 
 CHANGES = {
@@ -143,17 +138,12 @@ def test_a_changed_file_on_a_server(tmp_path, name, change, tags):
 
 _FACTS = {"sizes": {"a": 3}, "frozen": [], "cast": ["a"], "groups": [["x", 3]], "statistics": [1], "whole_step": True,
           "matrices": []}  # fmt: skip
-_PART = {"flops": 2.0, "moments": [[1, 2.5]]}
-_COSTS = {"images": 2, "parts": {"student": _PART}, "saved": 1, "held": 1.5, "crops": 3, "window": 1, "teachers": {}}
 _PIECE = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, 9000)
 
 
-def _plan(type_, plain):
-    def read(images: Path):
-        step_costs._known.clear()
-        return step_costs.kept({}, type_, lambda: plain)
-
-    return read
+def _plan(images: Path):
+    step_costs._known.clear()
+    return step_costs.kept({}, StudentFacts, lambda: _FACTS)
 
 
 def _listed(name):
@@ -174,8 +164,7 @@ def _remote(images: Path):
 
 
 CACHES = {
-    "student": _plan(StudentFacts, _FACTS),
-    "costs": _plan(StepCosts, _COSTS),
+    "student": _plan,
     "folder": _listed("classes"),
     "list": _listed("list.txt"),
     "shards": _listed("shard.tar"),

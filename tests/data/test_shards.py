@@ -36,16 +36,6 @@ def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
         read("pipe:cat a.tar")
 
 
-def test_labels_come_from_cls_members(tmp_path):
-    files = {"x/a.png": 1, "x/a.cls": b"10", "x/b.png": 2, "x/b.cls": b"9\n", "x/c.png": 3}
-    source = read(tar(tmp_path / "a.tar", files))
-    assert source.labels == [1, 0, -1] and source.classes == ["9", "10"]
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named/classes.txt").write_text("".join(f"class {n}\n" for n in range(11)))
-    tar(tmp_path / "named/a.tar", files)
-    assert read(tmp_path / "named").classes == ["class 9", "class 10"]
-
-
 def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
     walked, find = list[str](), shards_module.Members
     monkeypatch.setattr(shards_module, "Members", lambda path, *rest: walked.append(path) or find(path, *rest))
@@ -89,7 +79,7 @@ def test_duplicate_names_are_said_and_the_first_counts(tmp_path):
     assert reds(source) == [1, 2] and source.notes == []  # the same key in another shard is another image
 
 
-@pytest.mark.parametrize("where", [0, 100, 512, 600, 1100, 2047, 2048, 4000, 5 * 1024 + 511, 5 * 1024 + 512, 6000])
+@pytest.mark.parametrize("where", [0, 100, 512, 600, 2048, 4000, 5 * 1024 + 511, 5 * 1024 + 512])
 def test_a_cut_shard_gives_what_is_whole_and_says_so(tmp_path, where):
     whole = tar(tmp_path / "whole.tar", {f"{i}.png": i for i in range(5)}, form=tarfile.USTAR_FORMAT).read_bytes()
     tar(tmp_path / "s/1.tar", {"good.png": 9})

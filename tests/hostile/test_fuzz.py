@@ -381,14 +381,6 @@ def test_hand_made_files(folder, name, content):
     _read(folder, name, HAND_MADE[content])
 
 
-@pytest.mark.parametrize(("flag", "first"), [("--config", 0), ("--ds_config", 1), ("--run_dir", 2)])
-def test_strange_paths(folder, flag, first):
-    for word in NASTY[first::3]:
-        if "\0" not in word:
-            command("train", "--data.root", word, flag, word)
-            command("train", "--data.root", "x", flag, f"{word}.yaml")
-
-
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300 + ".yaml", "pipe"])
 def test_paths_that_are_no_files(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -123,10 +123,7 @@ TIMM = {"architecture": "resnet18", "pretrained_cfg": {"input_size": [3, 96, 96]
 OTHERS = {
     "ds_config.json": ({"optimizer": {"type": "mine:Own", "params": {}}}, COMMANDS["resume"]),
     "environment.json": ({"run_id": "mine:Own", "from": {"run": "mine:Own"}, "starts": ["mine:Own"]}, "report run"),
-    "evaluations.json": ({"mine:Own": {"results": {"mine:Own": 1}, "data": "mine:Own"}}, "report run"),
-    "events.jsonl": ({"kind": "mine:Own", "time": "mine:Own", "line": "mine:Own"}, "report run"),
-    "config.json": ({"backbone": "mine:Own", "architecture": {"name": "mine:Own"}}, f"export hub {EXPORT}"),
-    "config.json ": ({"architecture": "mine:Own", "auto_map": {"AutoModel": "mine:Own"}}, f"export hub {EXPORT}"),
+    "config.json": ({"architecture": "mine:Own", "auto_map": {"AutoModel": "mine:Own"}}, f"export hub {EXPORT}"),
     " config.json": (TIMM | {"model_args": {"act_layer": "mine:Own"}}, f"export hub {EXPORT}"),
     "images.txt": ("images/000.png\tmine:Own\nmine:Images\n", "advise images.txt --source folder"),
     "clusters.csv": ("name,cluster\n000.png,mine:Own\n", f"{TRAIN} new --data.balance clusters:run/clusters.csv"),
