@@ -100,6 +100,15 @@ def test_a_changed_file_on_a_disk(tmp_path, name, change, in_place):
         assert contents(read(path)) != seen
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_is_gone_is_unreadable_images(tmp_path, name):
+    WRITERS[name](tmp_path / name, FIRST)
+    source = read(tmp_path / name)
+    (tmp_path / name).unlink()
+    with pytest.raises(UnreadableImage, match=rf"{name}[^ ]*/1[^ ]* \((shard|Parquet|HDF5): "):
+        source.load(1)
+
+
 SERVERS = {"ETag": ("ETag", "Last-Modified"), "time": ("Last-Modified",), "no": ()}
 CELLS = itertools.product(["0.tar", "index.jsonl", "0.parquet"], CHANGES, SERVERS)
 

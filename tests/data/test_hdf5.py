@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import resource
 import sys
@@ -13,7 +12,6 @@ import pytest
 from PIL import Image
 
 from dino_ds.data.decode import open_image
-from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import encoded, read
 
@@ -141,13 +139,6 @@ def test_many_processes_read_at_once(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         assert pool.map(_read_all, [source] * 8, chunksize=1) == [expected] * 8
     assert np.array_equal(values(source, 0), before)
-
-
-def test_a_file_that_is_gone_later_is_unreadable(tmp_path):
-    source = read(written(tmp_path / "a.h5", images=NOISE))
-    os.rename(tmp_path / "a.h5", tmp_path / "b.h5")
-    with pytest.raises(UnreadableImage, match=r"a.h5:/images/2 \(HDF5: "):
-        source.read(2)
 
 
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 from dino_ds.config.sections import DataSection
 from dino_ds.data.sources import Part, build_source, split_off, training_images
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.suite import note_on_shared
 from tests.data.files import tar
 from tests.data.test_parquet import struct, write
 from tests.run.harness import image_folder
@@ -157,9 +156,3 @@ def test_a_mixture_of_both_names_is_refused(named_twice):
     data = DataSection(source="folder", mixture=tuple(f"{folder}=0.5" for folder in named_twice[:2]))
     with pytest.raises(ConfigError, match=r"a and .* are the same place or images: give it once"):
         training_images(data, 0.0)
-
-
-def test_test_images_by_another_name_are_said(named_twice):
-    sources = [build_source("folder", str(root), "train", False) for root in named_twice[:2]]
-    share, (said,) = note_on_shared(["knn"], *sources, "--test_root")
-    assert share == 1 and said.startswith("40 of 40 test images looked at are training images too")

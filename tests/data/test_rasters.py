@@ -9,14 +9,13 @@ import sys
 import numpy as np
 import pytest
 import tifffile
-import torch
 from PIL import Image
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import scientific
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.normalization import visible, with_image_settings
+from dino_ds.data.normalization import with_image_settings
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Files, encoded, npy, photo, tif, written
 
@@ -157,16 +156,6 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
 def test_files_have_the_channels_that_fit(data, wanted, channels):
     image = EncodedImage(data, "file", None, (0, 65535), wanted)
     assert image.channels == channels and image.decode().shape == (40, 48, channels)
-
-
-def test_pictures_of_bands_are_stretched_and_rgb_is_as_it_is():
-    pixels = torch.from_numpy(np.moveaxis(BANDS / np.float32(65535), -1, 0))
-    shown = visible(pixels)
-    low, high = np.percentile(BANDS[..., :3], (2, 98), axis=(0, 1))
-    expected = np.clip((BANDS[..., :3] - low) / (high - low), 0, 1)
-    np.testing.assert_allclose(shown.permute(1, 2, 0).numpy(), expected, atol=1e-3)
-    assert torch.equal(visible(pixels[:3]), pixels[:3])
-    assert torch.equal(visible(torch.full((1, 4, 4), 0.25)), torch.full((3, 4, 4), 0.25))
 
 
 def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: object) -> bytes:

@@ -19,7 +19,7 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.config.sections import MixturePart
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
-from dino_ds.data.images import UnreadableImage, prepare_images
+from dino_ds.data.images import prepare_images
 from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import MultiCrop
@@ -270,16 +270,6 @@ def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
     server.dead, server.faults = False, [400] * IMAGES
     with pytest.raises(DataError, match=r"set/\d+\.tar can't be read, tried 1 times in \d s \(HTTP 400\)"):
         batches(remote, 1, workers=1)
-
-
-def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
-    (tmp_path / "mine.txt").write_text(f"{server.url}/0.jpg\n{server.url}/none.jpg\n{folder}/1.jpg\n")
-    source = read(tmp_path / "mine.txt")
-    source.prepare([0, 2])
-    assert source.read(0) == (folder / "0.jpg").read_bytes()
-    assert source.read(2) == (folder / "1.jpg").read_bytes()
-    with pytest.raises(UnreadableImage, match="not there"):
-        source.read(1)
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,3 @@ def test_what_is_no_tar_at_all(tmp_path):
     (tmp_path / "b.tar.gz").write_bytes(b"")
     with pytest.raises(DataError, match="unpack archives and compressed files"):
         read(tmp_path / "b.tar.gz")
-
-
-def test_a_shard_lost_in_the_middle_of_a_run_is_unreadable_images(tmp_path):
-    """Other changes: test_changed_files.py."""
-    _, second = (tar(tmp_path / f"s/{n}.tar", {"a.png": n, "b.png": n}) for n in (1, 2))
-    source = read(tmp_path / "s")
-    second.unlink()
-    assert source.load(0).getpixel((0, 0)) == (1, 0, 0)
-    for index in (2, 3):
-        with pytest.raises(UnreadableImage, match=r"2\.tar/[ab]\.png \(shard: No such file"):
-            source.load(index)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from dino_ds.config.crops import all_crops, dino_groups
-from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage, load_image, open_image
@@ -179,12 +179,10 @@ def test_two_ranks_agree(tmp_path):
     assert first == second and first[0] == (0, 4095) and "float32" in first[2]
 
 
-def test_the_recipe_takes_auto_or_two_numbers(tmp_path):
+def test_the_recipe_takes_auto_or_two_numbers():
     for text, value in (("auto", "auto"), ("0,4095", (0, 4095)), ("[-1024, 3071.5]", (-1024, 3071.5))):
         recipe = load_recipe(None, {"data.value_range": text})
         assert recipe.data.value_range == value and change_recipe(recipe, {"seed": "1"}).data.value_range == value
-        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-        assert load_recipe(str(tmp_path / "recipe.yaml"), {}) == recipe
     for text in ("4095", "0,1,2", "5,5", "9,0", "0,nan", "0,inf", "0,1e300", "0,1e-300", "a,b", "12-bit"):
         with pytest.raises(ConfigError, match=r"--data.value_range: .* is not (auto, nor two numbers|a range)"):
             load_recipe(None, {"data.value_range": text})

@@ -24,11 +24,9 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import CheckpointError, DataError
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.data.files import put, tar, written
-from tests.hostile.conftest import CHANGES, NUMEL
+from tests.hostile.conftest import NUMEL
 from tests.hostile.guard import put_with_good_sums, raised_by
 from tests.hostile.test_fuzz import IMAGES, read_all
-from tests.ranks import run_on_ranks
-from tests.run.harness import train_tiny
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
@@ -96,29 +94,6 @@ def test_pickles_in_place_of_tensors(run, kind, name):
     saved = SmallRun(run).choose().saved
     assert saved.manifest.step == 8  # its sums are right
     assert raised_by(lambda: is_that_of(saved, 8, NUMEL), CheckpointError)
-
-
-PLANTED = {
-    "config.yaml": b"!!python/object/apply:os.system ['touch canary']",
-    "ds_config.json": b'{"a": ' * 5000,
-    "environment.json": b"[" * 100_000,
-    "metrics.jsonl": b"[" * 100_000 + b"\n5\nnull\n" + b'{"step": "x"}\n{"step": [1]}\n\xff\n',
-    "log.txt": PICKLED,
-    "teacher.safetensors": PICKLED,
-    "teacher.json": b"{\"load\": \"__import__('os').system('touch canary')\"}",
-}
-
-
-def test_a_run_folder_full_of_planted_files(canary, trained):
-    """Files next to the checkpoints are ours to write, not to believe."""
-    run = Path(shutil.copytree(trained / "run", canary / "run"))
-    for name, content in PLANTED.items():
-        (run / name).write_bytes(content)
-    for hidden in ("sitecustomize.py", "torch.py", "dino_ds.py"):
-        (run / hidden).write_text("open('canary', 'w')")
-    how = {"max_steps": 2, "resume": True, "changes": CHANGES}
-    [message] = run_on_ranks(train_tiny, trained / "images", run, **how, world=1)
-    assert message is None or "\n" not in message
 
 
 MEMBERS = {

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,6 @@ import psutil
 import pytest
 
 from tests.faults.inject import Fault
-from tests.launching.cluster import environment
 
 NAMES = {"ha": "10.9.0.1", "hb": "10.9.0.2"}
 _SSHD = """\
@@ -51,6 +51,32 @@ exec /usr/sbin/sshd -D -f {folder}/sshd_config
 """
 
 
+def environment(**more: object) -> dict[str, str]:
+    """The environment of a command that starts ranks: no rank itself, on the CPU, one thread each."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    told = {"PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}
+    return kept | {name: str(value) for name, value in told.items()}
+
+
+def start(
+    words: list[object], output: Path, folder: Path | None = None, **variables: object
+) -> subprocess.Popen[bytes]:
+    """A command that starts ranks, in a session of its own; what it prints is added to `output`."""
+    with output.open("a") as file:
+        return subprocess.Popen(
+            list(map(str, words)),
+            env=environment(**variables),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # Tests that nohup or a shell's & has started would hand on that they are ignored.
+            preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT)],
+        )
+
+
 @dataclass
 class Host:
     """A host by its name and the process that holds its namespaces. `started`: commands that tests have started."""
@@ -68,18 +94,7 @@ class Host:
         return subprocess.run([*self._enter(), *map(str, words)], check=True, capture_output=True, text=True).stdout
 
     def start(self, words: list[object], output: Path, **variables: object) -> subprocess.Popen[bytes]:
-        with output.open("a") as file:
-            process = subprocess.Popen(
-                [*self._enter(), *map(str, words)],
-                env=environment(**{name: str(value) for name, value in variables.items()}),
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # Tests that nohup or a shell's & has started would hand on that they are ignored.
-                preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT)],
-            )
+        process = start([*self._enter(), *words], output, self.folder, **variables)
         self.started.append(process)
         return process
 

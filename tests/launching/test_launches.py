@@ -20,10 +20,9 @@ import yaml
 from safetensors.torch import load_file
 
 from dino_ds.basics.machine import find_free_port
-from tests.launching.cluster import REPOSITORY, environment
-from tests.launching.hosts import two_hosts
+from tests.launching.hosts import start, two_hosts
 from tests.ranks import run_on_ranks
-from tests.run.harness import TINY, image_folder, losses_of, train_tiny
+from tests.run.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 from tests.sample import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -92,23 +91,18 @@ def _equal(run: Path, other: Path) -> None:
     [("torchrun.sh", 2, True), ("one_node.sh", 2, False), ("one_gpu.sh", 1, True)],
 )
 def test_a_script_of_one_machine_goes_on_after_a_rank_is_killed(script, ranks, restarts, checkout, straight):
-    def start() -> subprocess.Popen:
-        command = ["sh", checkout / "launch" / script, *["--ds_config", f"ds_configs/{DS}"] * (script == "one_gpu.sh")]
-        streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, env=environment(), start_new_session=True, **streams)
-
-    with (checkout / "output").open("w") as output:
-        job = start()
-        try:
-            _kill_a_rank(checkout / "run", [job], ranks - 1)
+    command = ["sh", checkout / "launch" / script, *["--ds_config", f"ds_configs/{DS}"] * (script == "one_gpu.sh")]
+    job = start(command, checkout / "output")
+    try:
+        _kill_a_rank(checkout / "run", [job], ranks - 1)
+        code = job.wait(300)
+        if not restarts:
+            assert code not in (0, None)
+            job = start(command, checkout / "output")
             code = job.wait(300)
-            if not restarts:
-                assert code not in (0, None)
-                job = start()
-                code = job.wait(300)
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
     assert code == 0, (checkout / "output").read_text()
     assert f"rank {ranks - 1} died" in (checkout / "output").read_text()
     _equal(checkout / "run", straight(ranks))
@@ -139,7 +133,7 @@ def _srun(hosts, folder: Path, port: int) -> list[subprocess.Popen]:
 def test_two_hosts_go_on_after_a_rank_of_one_is_killed(way, checkout, straight):
     """hostfile.sh ends on both hosts and goes on when started again, as static torchrun; c10d starts both again."""
 
-    def start(near, far):
+    def launch(near, far):
         if way == "hostfile.sh":
             return [near.start(["sh", checkout / "launch/hostfile.sh"], checkout / "output")]
         if way == "srun":
@@ -152,13 +146,13 @@ def test_two_hosts_go_on_after_a_rank_of_one_is_killed(way, checkout, straight):
 
     port = find_free_port()
     with two_hosts(checkout) as hosts:
-        started = start(*hosts)
+        started = launch(*hosts)
         try:
             _kill_a_rank(checkout / "run", started, 1)
             codes = [process.wait(300) for process in started]
             if way != "c10d":
                 assert 0 not in codes and not any(host.processes("train.py") for host in hosts)
-                codes = [process.wait(300) for process in start(*hosts)]
+                codes = [process.wait(300) for process in launch(*hosts)]
         finally:
             print((checkout / "output").read_text()[-5000:])
     output = (checkout / "output").read_text()
@@ -217,18 +211,9 @@ class Launch:
         self.run = folder / "run"
         values = {**TINY, "data.root": image_folder(folder / "images"), "data.workers": 1, "length": "100000 steps"}
         words = [str(part) for name, value in values.items() for part in (f"--{name}", value)]
-        ds = str(REPOSITORY / "ds_configs/zero1_fp32.json")
-        with (folder / "output").open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *words, "--run_dir", str(self.run), "--ds_config", ds],
-                env=environment(MASTER_PORT=port),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # Tests that nohup or a shell's & has started would hand on that they are ignored.
-                preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT)],
-            )
+        words += ["--run_dir", str(self.run), "--ds_config", str(REPOSITORY / "ds_configs/zero1_fp32.json")]
         self.output = folder / "output"
+        self.process = start([*command, *words], self.output, MASTER_PORT=port)
 
     def wait_for_steps(self, steps: int) -> list[psutil.Process]:
         """Until so many are done; returns the processes of the job, the launcher first."""

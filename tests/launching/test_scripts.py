@@ -12,7 +12,7 @@ from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
-from tests.launching.cluster import REPOSITORY
+from tests.run.harness import REPOSITORY
 
 LAUNCHES = REPOSITORY / "launch"
 SCRIPTS = sorted(LAUNCHES.glob("*.sh"))

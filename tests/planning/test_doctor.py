@@ -20,7 +20,7 @@ from dino_ds.options.commands import DoctorOptions
 from dino_ds.planning import doctor
 from dino_ds.planning.doctor import read_hostfile
 from dino_ds.planning.measure import VisibleGpu
-from tests.launching.cluster import environment
+from tests.launching.hosts import environment
 from tests.run.harness import REPOSITORY, image_folder
 
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
