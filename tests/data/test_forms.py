@@ -18,6 +18,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.root import with_own_images
 from dino_ds.errors import DataError
 from tests.data.files import encoded, members, photo, png, put, read, reds, tar
+from tests.data.test_parquet import write
 
 LONG = "dog/" + "long" * 40 + "/a b.png"
 TREE = {"cat/1.png": 1, "cat/deep/2.v2.png": 2, "cat/é.png": 3, LONG: 4, "dog/3.png": 5}
@@ -37,11 +38,8 @@ def as_list(tree: Path) -> Path:
 
 
 def as_parquet(tree: Path) -> Path:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"bytes": (tree / name).read_bytes(), "path": name} for name in TREE]
-    labels = [name.split("/")[0] for name in TREE]
-    parquet.write_table(pyarrow.table({"image": rows, "label": labels}), tree.with_suffix(".parquet"))
-    return tree.with_suffix(".parquet")
+    return write(tree.with_suffix(".parquet"), {"image": rows, "label": [name.split("/")[0] for name in TREE]})
 
 
 def as_hdf5(tree: Path) -> Path:

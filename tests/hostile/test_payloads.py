@@ -26,7 +26,7 @@ from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.data.files import put, tar, written
 from tests.hostile.conftest import NUMEL
 from tests.hostile.guard import put_with_good_sums, raised_by
-from tests.hostile.test_fuzz import IMAGES, read_all
+from tests.hostile.test_fuzz import read_all
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
@@ -124,16 +124,6 @@ def test_pickles_in_place_of_data(canary, kind, ending):
     path = canary / f"x{ending}"
     path.write_bytes(PICKLES[kind])
     read_all(canary if ending == ".png" else path)
-
-
-def test_a_parquet_column_that_is_unpickled_by_name(canary):
-    """pyarrow before 14.0.1 unpickled it (CVE-2023-47248)."""
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    about = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": PICKLED}
-    column = pyarrow.field("image", pyarrow.binary(), metadata=about)
-    table = pyarrow.table([pyarrow.array([IMAGES["PNG"]])], schema=pyarrow.schema([column]))
-    parquet.write_table(table, canary / "x.parquet")
-    read_all(canary / "x.parquet")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -198,57 +198,39 @@ ENDINGS = [
 ]
 
 
-class Launch:
-    """A job of two ranks under a launcher in a session of its own."""
-
-    def __init__(self, launcher: str, folder: Path) -> None:
-        port, script = str(find_free_port()), str(REPOSITORY / "dino_ds/train.py")
-        command = {
-            "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port, script],
-            "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", port, script],
-            "srun": [sys.executable, "-c", SRUN, script],
-        }[launcher]
-        self.run = folder / "run"
-        values = {**TINY, "data.root": image_folder(folder / "images"), "data.workers": 1, "length": "100000 steps"}
-        words = [str(part) for name, value in values.items() for part in (f"--{name}", value)]
-        words += ["--run_dir", str(self.run), "--ds_config", str(REPOSITORY / "ds_configs/zero1_fp32.json")]
-        self.output = folder / "output"
-        self.process = start([*command, *words], self.output, MASTER_PORT=port)
-
-    def wait_for_steps(self, steps: int) -> list[psutil.Process]:
-        """Until so many are done; returns the processes of the job, the launcher first."""
-        end, metrics = time.monotonic() + 400, self.run / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
-            assert self.process.poll() is None and time.monotonic() < end, self.output.read_text()
-            time.sleep(0.1)
-        launcher = psutil.Process(self.process.pid)
-        return [launcher, *launcher.children(recursive=True)]
-
-
-def _end(job: Launch, processes: list[psutil.Process], number: int, target: str) -> None:
-    if target == "group":
-        os.killpg(job.process.pid, number)
-    elif target == "launcher":
-        job.process.send_signal(number)
-    else:
-        (launch,) = (process for process in processes if "deepspeed.launcher.launch" in process.cmdline())
-        launch.send_signal(number)
+def _launch(launcher: str, folder: Path) -> subprocess.Popen:
+    """A job of two ranks under a launcher."""
+    port, script = str(find_free_port()), str(REPOSITORY / "dino_ds/train.py")
+    command = {
+        "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port, script],
+        "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", port, script],
+        "srun": [sys.executable, "-c", SRUN, script],
+    }[launcher]
+    values = {**TINY, "data.root": image_folder(folder / "images"), "data.workers": 1, "length": "100000 steps"}
+    values |= {"run_dir": folder / "run", "ds_config": REPOSITORY / "ds_configs/zero1_fp32.json"}
+    words = [part for name, value in values.items() for part in (f"--{name}", value)]
+    return start([*command, *words], folder / "output", MASTER_PORT=port)
 
 
 @pytest.mark.parametrize(("launcher", "name", "target"), sampled(ENDINGS))
 def test_a_run_ends_saved_with_what_started_it(launcher, name, target, tmp_path):
-    job = Launch(launcher, tmp_path)
-    processes = job.wait_for_steps(3)
+    job, run, number = _launch(launcher, tmp_path), tmp_path / "run", getattr(signal, f"SIG{name}")
+    _wait_for_losses(run, [job])
+    processes = psutil.Process(job.pid).children(recursive=True)
     try:
-        assert len(processes) >= 7  # the launcher, and of each rank itself, its monitor and its loader process
-        _end(job, processes, getattr(signal, f"SIG{name}"), target)
-        job.process.wait(MOST_SECONDS)
-        assert not psutil.wait_procs(processes[1:], MOST_SECONDS)[1], job.output.read_text()
+        assert len(processes) >= 6  # of each rank itself, its monitor and its loader process
+        if target == "launch.py":
+            (launch,) = (process for process in processes if "deepspeed.launcher.launch" in process.cmdline())
+            launch.send_signal(number)
+        else:
+            (os.killpg if target == "group" else os.kill)(job.pid, number)
+        job.wait(MOST_SECONDS)
+        assert not psutil.wait_procs(processes, MOST_SECONDS)[1], (tmp_path / "output").read_text()
     finally:
-        for process in processes:
+        for process in (job, *processes):
             with suppress(psutil.Error):
                 process.kill()
-    assert "stopped  by " in job.output.read_text()
-    saved = (job.run / "checkpoints/latest").read_text().strip()
-    steps = (job.run / "metrics.jsonl").read_text().count("\n")
-    assert saved == f"step_{steps:08d}" and not (job.run / "lock").exists()
+    assert "stopped  by " in (tmp_path / "output").read_text()
+    saved = (run / "checkpoints/latest").read_text().strip()
+    steps = (run / "metrics.jsonl").read_text().count("\n")
+    assert saved == f"step_{steps:08d}" and not (run / "lock").exists()
