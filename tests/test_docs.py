@@ -74,8 +74,10 @@ def _texts_of_the_program():
 
 
 def test_commands_in_the_program_s_texts_are_accepted():
-    """They end at a punctuation mark or the line's end, so that all of it can be typed."""
+    """They end at a punctuation mark or the line's end, so that all of it can be typed. What is filled in after a value
+    may be options; these are looked at where they are printed."""
     lines = {(where, line) for where, text in _texts_of_the_program() for line in commands_in(text)}
+    lines = {(where, line) for where, line in lines if not re.search(r" (?!-)\S+ HOLE$", line)}
     assert len(lines) > 20 and not [(where, line, why) for where, line in lines if (why := why_refused(line))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -37,8 +38,7 @@ def _parquet(path, images):
 
 
 def _hdf5(path, images):
-    import h5py
-
+    h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
         rows = file.create_dataset("images", len(images), h5py.vlen_dtype(np.uint8))
         for number, data in enumerate(images.values()):
@@ -107,6 +107,17 @@ def test_a_file_that_is_gone_is_unreadable_images(tmp_path, name):
     (tmp_path / name).unlink()
     with pytest.raises(UnreadableImage, match=rf"{name}[^ ]*/1[^ ]* \((shard|Parquet|HDF5): "):
         source.load(1)
+
+
+@pytest.mark.parametrize("name", ["0.tar", "0.h5"])
+def test_many_processes_read_at_once(tmp_path, name):
+    WRITERS[name](tmp_path / name, {f"{n:03d}.png": png(n) for n in range(100)})
+    source = read(tmp_path / name)
+    source.read(0)
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        results = pool.map_async(contents, [source] * 8, chunksize=1)
+        mine = contents(source)
+        assert results.get(timeout=300) == [mine] * 8 and mine == [png(n) for n in range(100)]
 
 
 SERVERS = {"ETag": ("ETag", "Last-Modified"), "time": ("Last-Modified",), "no": ()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
 import resource
 import sys
 
@@ -124,21 +122,6 @@ def test_nothing_outside_the_file_is_read(tmp_path):
         said = "is a link, which is not followed" if links else "takes its values from other files, which are not read"
         with pytest.raises(DataError, match=said):
             read(f"{tmp_path}/a.h5:/{name}")
-
-
-def _read_all(source):
-    return [values(source, i).tobytes() for i in range(len(source))]
-
-
-def test_many_processes_read_at_once(tmp_path):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip")
-    source = read(tmp_path / "a.h5")
-    before, expected = values(source, 0), [pixels.tobytes() for pixels in NOISE]
-    assert len(pickle.dumps(source)) < 1000
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        assert pool.map(_read_all, [source] * 8, chunksize=1) == [expected] * 8
-    assert np.array_equal(values(source, 0), before)
 
 
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):

@@ -8,14 +8,13 @@ import pickle
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dino_ds.config.sections import DataSection
 from dino_ds.data.sources import Part, build_source, split_off, training_images
 from dino_ds.errors import ConfigError, DataError
-from tests.data.files import tar
-from tests.data.test_parquet import struct, write
+from tests.data.files import png
+from tests.data.test_changed_files import WRITERS
 from tests.run.harness import image_folder
 
 
@@ -88,17 +87,10 @@ def _linked_files(link):
 def _archive(form: str, link):
     def make(home: Path) -> Path:
         shutil.rmtree(home / "a")
-        archive = home / f"a/x.{form}"
-        if form == "tar":
-            tar(archive, *((f"{i}.png", i) for i in range(40)))
-        elif form == "parquet":
-            write(archive, {"image": struct(range(40))})
-        else:
-            archive.parent.mkdir()
-            with pytest.importorskip("h5py").File(archive, "w") as file:
-                file["images"] = np.arange(40 * 64, dtype=np.uint16).reshape(40, 8, 8)
-        (home / "b").mkdir()
-        link(archive, home / f"b/y.{form}")
+        for name in "ab":
+            (home / name).mkdir()
+        WRITERS[f"0.{form}"](home / f"a/x.{form}", {f"{i}.png": png(i) for i in range(40)})
+        link(home / f"a/x.{form}", home / f"b/y.{form}")
         return home / "b"
 
     return make

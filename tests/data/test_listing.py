@@ -41,7 +41,6 @@ CHANGES = {
     "nothing": lambda root: None,
     "add": lambda root: (root / "dog/deep/9.png").write_bytes((root / "cat/1.png").read_bytes()),
     "remove": lambda root: (root / "dog/deep/3.png").unlink(),
-    "rename": lambda root: (root / "cat/1.png").rename(root / "cat/7.png"),
     "new folder": lambda root: tree(root / "eel", "5.png") and os.utime(root, (2e9, 2e9)),
     "remove folder": lambda root: shutil.rmtree(root / "owl"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tarfile
 
@@ -48,17 +47,6 @@ def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
     assert members(read(tmp_path / "s")) == ["b.png"] and len(walked) == 2
     tar(tmp_path / "s/1.tar", {"c.png": 3})
     assert members(read(tmp_path / "s")) == ["b.png", "c.png"] and len(walked) == 4
-
-
-def test_handles_are_safe_in_other_processes(tmp_path):
-    tar(tmp_path / "0.tar", {f"{i:03d}.png": i for i in range(100)})
-    source = read(tmp_path / "0.tar")
-    source.load(0)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        results = pool.map_async(reds, [source] * 4, chunksize=1)
-        mine = reds(source)
-        assert results.get(timeout=300) == [mine] * 4
-    assert mine == list(range(100))
 
 
 def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):

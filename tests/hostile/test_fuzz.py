@@ -37,6 +37,7 @@ from tests.data.files import decode_rgb, encoded, npy, png_chunk, png_of, tar, t
 from tests.data.test_parquet import write
 from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, with_tags
 from tests.hostile.guard import bounded, command, examples, raised_by
+from tests.run.harness import image_folder, train_alone
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
@@ -408,6 +409,14 @@ def test_broken_hostfiles(tmp_path_factory, text):
             assert 1 <= slots <= 1024
 
     raised_by(work, ConfigError)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    images, changes = image_folder(folder / "images"), {"head.prototypes": "4", "model.depth": "1"}
+    assert train_alone(images, folder / "run", max_steps=1, changes=changes) is None
+    return folder
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import CheckpointError, DataError
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.data.files import put, tar, written
-from tests.hostile.conftest import NUMEL
 from tests.hostile.guard import put_with_good_sums, raised_by
 from tests.hostile.test_fuzz import read_all
+from tests.ranks import run_on_ranks
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
@@ -82,18 +82,27 @@ PICKLES = {
 }
 
 
-@pytest.fixture
-def run(canary, saved):
-    """A run with checkpoints of steps 4 and 8."""
-    return Path(shutil.copytree(saved, canary / "run"))
+NUMEL = 50
+
+
+def _two_saves(folder: Path) -> None:
+    SmallRun(folder, numel=NUMEL).train(4).save(wait=True).train(4).save(wait=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_on_ranks(_two_saves, folder, world=1)
+    return folder
 
 
 @pytest.mark.parametrize(("kind", "name"), sampled(itertools.product(PICKLES, ("rank_00000", "whole_00000"))))
-def test_pickles_in_place_of_tensors(run, kind, name):
+def test_pickles_in_place_of_tensors(canary, saved, kind, name):
+    run = Path(shutil.copytree(saved, canary / "run"))
     put_with_good_sums(run / "checkpoints/step_00000008", f"{name}.safetensors", PICKLES[kind])
-    saved = SmallRun(run).choose().saved
-    assert saved.manifest.step == 8  # its sums are right
-    assert raised_by(lambda: is_that_of(saved, 8, NUMEL), CheckpointError)
+    found = SmallRun(run).choose().saved
+    assert found.manifest.step == 8  # its sums are right
+    assert raised_by(lambda: is_that_of(found, 8, NUMEL), CheckpointError)
 
 
 MEMBERS = {
