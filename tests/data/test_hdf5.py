@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
 import resource
 import sys
 
@@ -13,7 +10,6 @@ import pytest
 from PIL import Image
 
 from dino_ds.data.decode import open_image
-from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import encoded, read
 
@@ -60,16 +56,12 @@ def test_arrays_are_read_as_they_are_stored(tmp_path, data, expected, how):
     assert np.array_equal(found.reshape(expected[5].shape), expected[5])
 
 
-@pytest.mark.parametrize("kind", [h5py.vlen_dtype(np.uint8), None])
-def test_encoded_images_are_read_from_bytes(tmp_path, kind):
-    """As PNG files in rows of bytes, variable or (opaque) all of one length."""
+def test_encoded_images_are_read_from_opaque_bytes(tmp_path):
+    """Bytes of variable length: test_forms.py."""
     rows = [encoded(Image.fromarray(pixels), "PNG") for pixels in NOISE]
     longest = max(map(len, rows))
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        dataset = file.create_dataset("files", (7,), kind or np.dtype(f"V{longest}"))
-        for i, row in enumerate(rows):
-            dataset[i] = np.frombuffer(row, np.uint8) if kind else np.void(row.ljust(longest, b"\0"))
-    source = read(tmp_path / "a.h5")
+    padded = np.array([np.void(row.ljust(longest, b"\0")) for row in rows], np.dtype(f"V{longest}"))
+    source = read(written(tmp_path / "a.h5", files=padded))
     assert all(np.array_equal(values(source, i), NOISE[i]) for i in range(7))
 
 
@@ -130,28 +122,6 @@ def test_nothing_outside_the_file_is_read(tmp_path):
         said = "is a link, which is not followed" if links else "takes its values from other files, which are not read"
         with pytest.raises(DataError, match=said):
             read(f"{tmp_path}/a.h5:/{name}")
-
-
-def _read_all(source):
-    return [values(source, i).tobytes() for i in range(len(source))]
-
-
-def test_many_processes_read_at_once(tmp_path):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip")
-    source = read(tmp_path / "a.h5")
-    before, expected = values(source, 0), [pixels.tobytes() for pixels in NOISE]
-    assert len(pickle.dumps(source)) < 1000
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        assert pool.map(_read_all, [source] * 8, chunksize=1) == [expected] * 8
-    assert np.array_equal(values(source, 0), before)
-
-
-def test_a_file_that_is_gone_later_is_unreadable(tmp_path):
-    source = read(written(tmp_path / "a.h5", images=NOISE))
-    os.rename(tmp_path / "a.h5", tmp_path / "b.h5")
-    with pytest.raises(UnreadableImage, match=r"a.h5:/images/2 \(HDF5: "):
-        source.read(2)
 
 
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):

@@ -41,7 +41,6 @@ CHANGES = {
     "nothing": lambda root: None,
     "add": lambda root: (root / "dog/deep/9.png").write_bytes((root / "cat/1.png").read_bytes()),
     "remove": lambda root: (root / "dog/deep/3.png").unlink(),
-    "rename": lambda root: (root / "cat/1.png").rename(root / "cat/7.png"),
     "new folder": lambda root: tree(root / "eel", "5.png") and os.utime(root, (2e9, 2e9)),
     "remove folder": lambda root: shutil.rmtree(root / "owl"),
 }
@@ -150,12 +149,6 @@ def test_a_tab_and_a_class_give_labels(root):
     source = read(root / "list.TXT", "a.png\tdog\nb b.png\tcat \né.png\na.png\tdog\n")
     assert source.labels == [1, 0, -1, 1] and source.classes == ["cat", "dog"]
     assert read(root / "list.txt", "a.png\t10\nb b.png\t9\n").classes == ["9", "10"]
-
-
-def test_a_changed_list_is_read_anew(root):
-    assert len(read(root / "list.txt", "a.png\n")) == 1
-    os.utime(root / "list.txt", (1, 1))
-    assert len(read(root / "list.txt", "a.png\nb b.png\n")) == 2
 
 
 def test_lines_that_are_no_images_are_unreadable_one_by_one(root):

@@ -9,14 +9,13 @@ import sys
 import numpy as np
 import pytest
 import tifffile
-import torch
 from PIL import Image
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import scientific
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.normalization import visible, with_image_settings
+from dino_ds.data.normalization import with_image_settings
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Files, encoded, npy, photo, tif, written
 
@@ -71,9 +70,7 @@ def test_numbers_of_every_type_are_kept(kind):
         (tif(values, **CONTIG), values),
         (npy(values), values),
         (tif(values[..., :3], **rgb), values[..., :3]),
-        (tif(planes, planarconfig="separate", **rgb), values[..., :3]),
         (tif(planes, planarconfig="separate", **rgb | {"byteorder": "<", "tile": (16, 16)}), values[..., :3]),
-        (tif(values[..., 0]), values[..., :1]),
         (tif(values[..., 0], byteorder=">", compression="zlib"), values[..., :1]),
     ):
         channels = expected.shape[2]
@@ -89,11 +86,9 @@ def test_numbers_of_every_type_are_kept(kind):
         (tif(FIRST[:5]), "5 pages, the first of 48 x 40 pixels: .* or set model.in_chans to the number of pages"),
         (tif(BANDS.astype("c8"), **CONTIG), "values of type complex64"),
         (npy(BANDS[:6]), "6 x 48 x 6: bands must be the first or the last axis, and fewer than the pixels"),
-        (npy(BANDS[:, :5]), "40 x 5 x 6: bands must be"),
         (npy(FIRST[None]), r"an array of shape \(1, 6, 40, 48\): an image is \(h, w\), \(h, w, c\) or \(c, h, w\)"),
         (npy(BANDS > 9), "values of type bool"),
         (npy(BANDS)[:-1], "EOF: reading array data, expected 23040 bytes got 23039"),
-        (npy(np.zeros((0, 4))), "an array of shape"),
     ],
 )  # fmt: skip
 def test_what_is_not_an_image_of_bands_is_said(data, reason):
@@ -111,12 +106,10 @@ def test_pages_are_bands_only_where_so_many_are_wanted():
 
 
 def test_sizes_are_checked_before_memory_is_taken():
+    """Those that no machine has: tests/hostile/test_fuzz.py."""
     said = "48 x 40 pixels of 6 channels, at most 3839 of 3: 1919 of"
     assert refused(LAYOUTS["interleaved"], max_pixels=3839).startswith(said)
     np.testing.assert_array_equal(EncodedImage(LAYOUTS["interleaved"], "file", 3840, channels=6).values(), BANDS)
-    assert refused(npy(BANDS)[:128].replace(b"(40, 48, 6), ", b"(999999,999),"))
-    tiles = with_tags(tif(BANDS, tile=(16, 16), **CONTIG), TileWidth=1 << 20, TileLength=1 << 20)
-    assert refused(tiles).startswith("tiles of ")
     for layout in ("interleaved LZW tiles", "bands of deflate", "a page a band"):
         assert refused(LAYOUTS[layout][: len(LAYOUTS[layout]) * 2 // 3])
 
@@ -165,17 +158,6 @@ def test_files_have_the_channels_that_fit(data, wanted, channels):
     assert image.channels == channels and image.decode().shape == (40, 48, channels)
 
 
-def test_pictures_of_bands_are_stretched_and_rgb_is_as_it_is():
-    pixels = torch.from_numpy(np.moveaxis(BANDS / np.float32(65535), -1, 0))
-    shown = visible(pixels)
-    low, high = np.percentile(BANDS[..., :3], (2, 98), axis=(0, 1))
-    expected = np.clip((BANDS[..., :3] - low) / (high - low), 0, 1)
-    np.testing.assert_allclose(shown.permute(1, 2, 0).numpy(), expected, atol=1e-3)
-    assert torch.equal(visible(pixels / 2, like=pixels).max(), visible(pixels / 2, pixels).max()) and shown.max() == 1
-    assert torch.equal(visible(pixels[:3]), pixels[:3])
-    assert torch.equal(visible(torch.full((1, 4, 4), 0.25)), torch.full((3, 4, 4), 0.25))
-
-
 def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: object) -> bytes:
     """A file of one frame, (h, w) or (h, w, 3), by pydicom."""
     pydicom = pytest.importorskip("pydicom")
@@ -201,13 +183,11 @@ def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: objec
 def test_dicom_gives_the_values_that_pixels_stand_for():
     ct = {"RescaleSlope": 1, "RescaleIntercept": -1024}
     for data, expected in (
-        (dicom(GRAY), GRAY),
         (dicom(GRAY, **ct), GRAY.astype(np.int32) - 1024),
         (dicom(GRAY.astype(np.int16), **ct), GRAY.astype(np.int32) - 1024),
         (dicom(GRAY, RescaleSlope=0.5, RescaleIntercept=3), (GRAY * 0.5 + 3).astype(np.float32)),
         (dicom(GRAY, BitsStored=12, HighBit=11, PhotometricInterpretation="MONOCHROME1"), 4095 - GRAY),
         (dicom(GRAY.astype("i2"), PhotometricInterpretation="MONOCHROME1"), -1 - GRAY.astype("i2")),
-        (dicom(-1 - GRAY.astype("i2")), -1 - GRAY.astype("i2")),
         (dicom(GRAY, "1.2.840.10008.1.2.5"), GRAY),
         (dicom(SHALLOW[..., 0].copy()), SHALLOW[..., 0]),
         (dicom(SHALLOW), SHALLOW),
@@ -250,16 +230,20 @@ RESCALED = [
 
 
 @pytest.mark.parametrize(("tags", "slope", "intercept"), RESCALED)
-@pytest.mark.parametrize("head", ["whole", "no preamble", "no header", "no header, implicit"])
-def test_rescaling_is_found_wherever_it_may_stand(tags, slope, intercept, head):
+def test_rescaling_is_found_wherever_it_may_stand(tags, slope, intercept):
+    np.testing.assert_array_equal(stored(dicom(GRAY, **tags), 1), GRAY.astype(np.int32) * slope + intercept)
+
+
+@pytest.mark.parametrize("head", ["no preamble", "no header", "no header, implicit"])
+def test_dicom_without_its_beginning_is_read(head):
     pydicom = pytest.importorskip("pydicom")
-    data = dicom(GRAY, **tags)
+    data = dicom(GRAY, **CT)
     if head == "no preamble":
         data = data[132:]
-    elif head != "whole":
+    else:
         found = pydicom.Dataset(pydicom.dcmread(io.BytesIO(data)))
         data = written(pydicom.dcmwrite, found, implicit_vr="implicit" in head, little_endian=True)
-    np.testing.assert_array_equal(stored(data, 1), GRAY.astype(np.int32) * slope + intercept)
+    np.testing.assert_array_equal(stored(data, 1), GRAY.astype(np.int32) * 2 - 1024)
 
 
 BITS = np.arange(40 * 48).reshape(40, 48) % 3 == 0
@@ -292,7 +276,6 @@ def test_fewer_bits_than_8_span_0_to_255(data, expected):
         ({"PixelData": GRAY.tobytes()[:-200]}, "pixel data"),
         ({"RescaleSlope": 1e9, "RescaleIntercept": 0}, "values that 32 bits can't hold"),
         ({"RescaleSlope": 0, "RescaleIntercept": 5}, "a rescale slope of 0"),
-        ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, at most 1000000 are read"),
         ({"PatientID": "1.2.840.10008.1.2.1.99"}, "a deflated DICOM file"),
     ],
 )

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from dino_ds.basics.files import unusable_text
-from dino_ds.basics.machine import find_free_port
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.sections import MixturePart
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
-from dino_ds.data.images import UnreadableImage, prepare_images
+from dino_ds.data.images import prepare_images
 from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import MultiCrop
@@ -33,8 +32,9 @@ from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from tests.data.files import encoded, members, photo, png, read, tar
 from tests.data.servers import serving
+from tests.data.test_parquet import write
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, losses_of, train_tiny, whole_tensors
+from tests.run.harness import image_folder, losses_of, train_tiny
 
 SHARDS, IN_SHARD = 12, 3
 IMAGES = SHARDS * IN_SHARD
@@ -43,12 +43,8 @@ IMAGES = SHARDS * IN_SHARD
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Shards with classes beside single images, a list of these and Parquet files."""
-    import pyarrow
-    import pyarrow.parquet
-
     folder = tmp_path_factory.mktemp("served")
     files = [encoded(photo(40 + n, 30), "JPEG") for n in range(IMAGES)]
-    (folder / "rows").mkdir()
     noise = [os.urandom(40_000) for _ in range(IN_SHARD)]  # a footer is then read without the images
     for shard in range(SHARDS):
         content = dict[str, bytes]()
@@ -56,8 +52,7 @@ def folder(tmp_path_factory):
             content |= {f"{n:03d}.jpg": files[n], f"{n:03d}.cls": str(n % 2).encode()}
         tar(folder / f"set/{shard:03d}.tar", content)
         (folder / f"{shard}.jpg").write_bytes(files[shard])
-        table = pyarrow.table({"image": files[shard * IN_SHARD :][:IN_SHARD], "other": noise})
-        pyarrow.parquet.write_table(table, folder / f"rows/{shard}.parquet")
+        write(folder / f"rows/{shard}.parquet", {"image": files[shard * IN_SHARD :][:IN_SHARD], "other": noise})
     (folder / "set/classes.txt").write_text("cat\ndog\n")
     shutil.copytree(folder / "set", folder / "indexed")
     write_index(folder / "indexed")
@@ -98,7 +93,7 @@ def check_alike(found, expected):
 
 @pytest.mark.parametrize(
     "place",
-    ["set", "set/{000..011}.tar", "set/*.tar", "indexed/{009..001}.tar", "list.txt", "rows", "rows/{0..11}.parquet"],
+    ["set", "set/{000..011}.tar", "set/*.tar", "indexed/{009..001}.tar", "list.txt", "rows"],
 )
 def test_a_server_gives_the_images_of_its_folder(server, folder, place):
     local, remote = read(folder / place), read(f"{server.url}/{place}")
@@ -133,10 +128,6 @@ def test_an_index_beside_the_shards_is_read_in_place_of_them(server, folder, tmp
     prepare_images(remote, range(0, IMAGES, 5))
     assert [remote.read(index) for index in range(0, IMAGES, 5)] == contents(local)[::5]
     assert server.bytes_sent == sum(remote.file_bytes(index) for index in range(0, IMAGES, 5))
-    server.requests.clear()
-    assert read(f"{server.url}/indexed").read(1) == local.read(1)
-    files = {path: count for path, count in server.requests.items() if "." in path}
-    assert files == {"/indexed/index.jsonl": 1, **{f"/indexed/{n:03d}.tar": 1 + (n == 0) for n in range(SHARDS)}}
 
 
 def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_path):
@@ -236,38 +227,30 @@ def test_two_ranks_whose_server_stops_and_returns_learn_as_from_a_copy(tmp_path)
     images = sorted(image_folder(tmp_path / "images", 32).iterdir())
     for shard in range(4):
         tar(tmp_path / f"set/{shard}.tar", {path.name: path.read_bytes() for path in images[shard::4]})
-    port, changes = find_free_port(), {"length": "12 steps", "crops.num_local": "1"}
-    metrics, steps, finished = tmp_path / "remote/metrics.jsonl", list[int](), threading.Event()
+    changes, metrics = {"length": "12 steps", "crops.num_local": "1"}, tmp_path / "remote/metrics.jsonl"
+    steps, finished = list[int](), threading.Event()
 
-    def count_steps():
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    def stop_and_return():
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 5) and not finished.wait(0.01):
+            pass
+        server.dead = True
+        finished.wait(3)
+        steps.append(metrics.read_bytes().count(b"\n"))
+        server.dead = False
 
-    def serve():
-        with serving(tmp_path, port) as server:
-            server.delay = 0.02
-            while count_steps() < 5 and not finished.wait(0.01):
-                pass
-            server.dead = True
-        steps.append(count_steps())
-        time.sleep(3)
-        steps.append(count_steps())
-        with serving(tmp_path, port):
-            finished.wait()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{port}/set/{{0..3}}.tar"
-        assert run_on_ranks(train_tiny, url, tmp_path / "remote", changes=changes) == [None, None]
-    finally:
-        finished.set()
-        thread.join()
+    with serving(tmp_path) as server:
+        server.delay = 0.02
+        thread = threading.Thread(target=stop_and_return)
+        thread.start()
+        try:
+            url = f"{server.url}/set/{{0..3}}.tar"
+            assert run_on_ranks(train_tiny, url, tmp_path / "remote", changes=changes) == [None, None]
+        finally:
+            finished.set()
+            thread.join()
     assert run_on_ranks(train_tiny, tmp_path / "set", tmp_path / "local", changes=changes) == [None, None]
-    assert 5 <= steps[0] <= steps[1] < 11
+    assert 5 <= steps[0] < 11
     assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local")
-    expected, found = (whole_tensors(tmp_path / run, 12) for run in ("local", "remote"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
@@ -281,22 +264,11 @@ def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
         batches(remote, 1, workers=1)
 
 
-def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
-    (tmp_path / "mine.txt").write_text(f"{server.url}/0.jpg\n{server.url}/none.jpg\n{folder}/1.jpg\n")
-    source = read(tmp_path / "mine.txt")
-    source.prepare([0, 2])
-    assert source.read(0) == (folder / "0.jpg").read_bytes()
-    assert source.read(2) == (folder / "1.jpg").read_bytes()
-    with pytest.raises(UnreadableImage, match="not there"):
-        source.read(1)
-
-
 @pytest.mark.parametrize(
     ("place", "error"),
     [
         ("ftp://host/a.tar", "nor one of s3://"),
         ("gs://bucket/*.tar", "gs:// needs gcsfs: pip install gcsfs"),
-        ("az://container/a.tar", "az:// needs adlfs: pip install adlfs"),
         ("hf://datasets/owner/name/a.parquet", "hf:// needs huggingface_hub: pip install huggingface_hub"),
         ("{}/empty", "an address is of .tar or .parquet files"),
         ("{}/a.h5:/images", "read on a disk: copy them"),
@@ -306,7 +278,7 @@ def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
 )
 def test_places_that_cannot_be_read_are_named(server, folder, place, error, monkeypatch):
     server.ranges = "ranges" not in error
-    for driver in ("gcsfs", "adlfs", "huggingface_hub"):
+    for driver in ("gcsfs", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, driver, None)
     (folder / "empty").mkdir(exist_ok=True)
     with pytest.raises(Exception, match=error):
@@ -349,7 +321,7 @@ def bucket(folder):
     server.stop()
 
 
-@pytest.mark.parametrize("place", ["set", "set/*.tar", "set/{003..001}.tar", "list.txt", "rows/*.parquet"])
+@pytest.mark.parametrize("place", ["set", "set/*.tar", "list.txt", "rows/*.parquet"])
 def test_a_bucket_gives_the_images_of_its_folder(bucket, folder, place):
     local, remote = read(folder / place), open_files(f"s3://images/{place}", 1.0)
     assert members(remote) == members(local)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tarfile
 
@@ -36,16 +35,6 @@ def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
         read("pipe:cat a.tar")
 
 
-def test_labels_come_from_cls_members(tmp_path):
-    files = {"x/a.png": 1, "x/a.cls": b"10", "x/b.png": 2, "x/b.cls": b"9\n", "x/c.png": 3}
-    source = read(tar(tmp_path / "a.tar", files))
-    assert source.labels == [1, 0, -1] and source.classes == ["9", "10"]
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named/classes.txt").write_text("".join(f"class {n}\n" for n in range(11)))
-    tar(tmp_path / "named/a.tar", files)
-    assert read(tmp_path / "named").classes == ["class 9", "class 10"]
-
-
 def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
     walked, find = list[str](), shards_module.Members
     monkeypatch.setattr(shards_module, "Members", lambda path, *rest: walked.append(path) or find(path, *rest))
@@ -58,17 +47,6 @@ def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
     assert members(read(tmp_path / "s")) == ["b.png"] and len(walked) == 2
     tar(tmp_path / "s/1.tar", {"c.png": 3})
     assert members(read(tmp_path / "s")) == ["b.png", "c.png"] and len(walked) == 4
-
-
-def test_handles_are_safe_in_other_processes(tmp_path):
-    tar(tmp_path / "0.tar", {f"{i:03d}.png": i for i in range(100)})
-    source = read(tmp_path / "0.tar")
-    source.load(0)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        results = pool.map_async(reds, [source] * 4, chunksize=1)
-        mine = reds(source)
-        assert results.get(timeout=300) == [mine] * 4
-    assert mine == list(range(100))
 
 
 def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):
@@ -89,7 +67,7 @@ def test_duplicate_names_are_said_and_the_first_counts(tmp_path):
     assert reds(source) == [1, 2] and source.notes == []  # the same key in another shard is another image
 
 
-@pytest.mark.parametrize("where", [0, 100, 512, 600, 1100, 2047, 2048, 4000, 5 * 1024 + 511, 5 * 1024 + 512, 6000])
+@pytest.mark.parametrize("where", [0, 100, 512, 600, 2048, 4000, 5 * 1024 + 511, 5 * 1024 + 512])
 def test_a_cut_shard_gives_what_is_whole_and_says_so(tmp_path, where):
     whole = tar(tmp_path / "whole.tar", {f"{i}.png": i for i in range(5)}, form=tarfile.USTAR_FORMAT).read_bytes()
     tar(tmp_path / "s/1.tar", {"good.png": 9})
@@ -119,14 +97,3 @@ def test_what_is_no_tar_at_all(tmp_path):
     (tmp_path / "b.tar.gz").write_bytes(b"")
     with pytest.raises(DataError, match="unpack archives and compressed files"):
         read(tmp_path / "b.tar.gz")
-
-
-def test_a_shard_lost_in_the_middle_of_a_run_is_unreadable_images(tmp_path):
-    """Other changes: test_changed_files.py."""
-    _, second = (tar(tmp_path / f"s/{n}.tar", {"a.png": n, "b.png": n}) for n in (1, 2))
-    source = read(tmp_path / "s")
-    second.unlink()
-    assert source.load(0).getpixel((0, 0)) == (1, 0, 0)
-    for index in (2, 3):
-        with pytest.raises(UnreadableImage, match=r"2\.tar/[ab]\.png \(shard: No such file"):
-            source.load(index)

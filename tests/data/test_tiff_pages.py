@@ -46,10 +46,10 @@ LAYOUTS = {
     "SubIFDs": [{"subifds": 1}, SMALL],
     "tiles, reduced first": [SMALL, {"tile": (16, 16)}],
 }
-REFUSED = {
-    "not marked": ([{"small": True}, {}], "2 pages, the first of 16 x 12 pixels: of a volume or film write one image"),
-    "only in a SubIFD": ([{**SMALL, "subifds": 1}, {}], "a TIFF without an image"),
-}
+REFUSED = [
+    ([{"small": True}, {}], "2 pages, the first of 16 x 12 pixels: of a volume or film write one image"),
+    ([{**SMALL, "subifds": 1}, {}], "a TIFF without an image"),
+]
 
 
 def written(color: str, bits: int, layout: str, pages: list[dict]) -> bytes:
@@ -88,10 +88,10 @@ def test_the_whole_page_is_read_in_every_color(color, bits):
             np.testing.assert_array_equal(in_channels(stored, 3)[..., 0], expected_of(bits, GRAY))
 
 
-@pytest.mark.parametrize(("color", "layout"), list(itertools.product(("rgb", "palette", "minisblack"), REFUSED)))
-def test_a_page_that_may_be_a_thumbnail_is_not_taken_for_the_image(color, layout):
-    pages, said = REFUSED[layout]
-    assert re.match(said, str(read(written(color, 8, layout, pages))))
+@pytest.mark.parametrize(("pages", "said"), REFUSED)
+@pytest.mark.parametrize("color", ["rgb", "palette", "minisblack"])
+def test_a_page_that_may_be_a_thumbnail_is_not_taken_for_the_image(color, pages, said):
+    assert re.match(said, str(read(written(color, 8, "", pages))))
 
 
 @pytest.mark.parametrize("kind", [{"imagej": True}, {"ome": True}, {"shaped": True}])
@@ -163,15 +163,14 @@ def test_a_channel_that_is_called_alpha_is_asked_about_where_it_looks_like_an_im
     np.testing.assert_array_equal(read(data, 4), expected_of(16 if "16" in form else 8, np.dstack([RGB, values])))
 
 
-@pytest.mark.parametrize("compression", [None, "lzw"])
 @pytest.mark.parametrize(
     ("base", "photometric", "kind"),
     [(RGB, "rgb", "unassalpha"), (GRAY, "minisblack", "unassalpha"), (GRAY, "minisblack", "assocalpha")],
 )
-def test_alpha_in_a_plane_of_its_own_is_read(base, photometric, kind, compression):
+def test_alpha_in_a_plane_of_its_own_is_read(base, photometric, kind):
     """Pillow gives one plane of gray and alpha twice."""
     pixels = np.dstack([base, EDGES])
-    how = {"planarconfig": "separate", "extrasamples": [kind], "compression": compression}
+    how = {"planarconfig": "separate", "extrasamples": [kind], "compression": "lzw"}
     data = tif(np.moveaxis(pixels, -1, 0), photometric=photometric, **how)
     np.testing.assert_array_equal(read(data, pixels.shape[2]), pixels)
     found, plain = read(data), read(with_alpha("PNG", EDGES, base))

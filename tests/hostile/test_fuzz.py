@@ -37,6 +37,7 @@ from tests.data.files import decode_rgb, encoded, npy, png_chunk, png_of, tar, t
 from tests.data.test_parquet import write
 from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, with_tags
 from tests.hostile.guard import bounded, command, examples, raised_by
+from tests.run.harness import image_folder, train_alone
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
@@ -123,7 +124,7 @@ def test_broken_images(form):
     whole = IMAGES.get(form) or RASTERS[form]
     channels = 3 if form in IMAGES else 1 if "DICOM" in form or "oriented" in form else 6
 
-    @examples(12)
+    @examples(8)
     @given(data=broken_bytes(whole))
     def check(data):
         pixels = decode(data, channels)
@@ -296,7 +297,7 @@ def test_sets_that_are_bombs(name, tmp_path):
 def test_broken_sets(tmp_path, name):
     path, whole = tmp_path / name, SETS[name](tmp_path)
 
-    @examples(12)
+    @examples(8)
     @given(data=broken_bytes(whole))
     def check(data):
         path.unlink(missing_ok=True)
@@ -332,7 +333,7 @@ def _read(folder: Path, name: str, text: bytes) -> None:
 
 @pytest.mark.parametrize(("name", "whole"), [("recipe.yaml", RECIPE), ("ds.json", DS)])
 def test_broken_files(folder, name, whole):
-    @examples(12)
+    @examples(8)
     @given(text=broken_text(whole))
     def check(text):
         _read(folder, name, encode(text))
@@ -349,7 +350,7 @@ WORDS = st.one_of(
 )
 
 
-@examples(12)
+@examples(8)
 @given(words=st.lists(WORDS, max_size=4), name=st.one_of(st.sampled_from([*COMMANDS]), nasty))
 def test_command_lines(folder, name, words):
     command(*name.split(), *words)
@@ -381,14 +382,6 @@ def test_hand_made_files(folder, name, content):
     _read(folder, name, HAND_MADE[content])
 
 
-@pytest.mark.parametrize(("flag", "first"), [("--config", 0), ("--ds_config", 1), ("--run_dir", 2)])
-def test_strange_paths(folder, flag, first):
-    for word in NASTY[first::3]:
-        if "\0" not in word:
-            command("train", "--data.root", word, flag, word)
-            command("train", "--data.root", "x", flag, f"{word}.yaml")
-
-
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300 + ".yaml", "pipe"])
 def test_paths_that_are_no_files(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -404,7 +397,7 @@ HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slo
 TEXTS = st.one_of(broken_text(HOSTS), nasty, st.builds("{} slots={}".format, nasty, nasty))
 
 
-@examples(40)
+@examples(20)
 @given(text=st.one_of(TEXTS.map(encode), broken_bytes(HOSTS.encode()), st.binary()))
 def test_broken_hostfiles(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "hosts"
@@ -418,6 +411,14 @@ def test_broken_hostfiles(tmp_path_factory, text):
     raised_by(work, ConfigError)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    images, changes = image_folder(folder / "images"), {"head.prototypes": "4", "model.depth": "1"}
+    assert train_alone(images, folder / "run", max_steps=1, changes=changes) is None
+    return folder
+
+
 @pytest.fixture
 def run(trained, tmp_path):
     return Path(shutil.copytree(trained / "run", tmp_path / "run"))
@@ -427,7 +428,7 @@ def run(trained, tmp_path):
 def test_broken_weights(run, names):
     """What is broken in a checkpoint, where the heads lie, is named, and never used."""
 
-    @examples(12)
+    @examples(8)
     @given(data=st.data())
     def check(data):
         path = data.draw(st.sampled_from(sorted(run.glob(names))))
@@ -445,10 +446,7 @@ def test_descriptions_of_other_networks_are_refused(run):
     body = read_sidecar(run / "teacher.safetensors")
     for key, value in (
         ("architecture", {"depth": 10**9}),
-        ("architecture", {"heads": 0}),
         ("architecture", {"heads": "2"}),
-        ("architecture", {"mlp_ratio": 1e30}),
-        ("timm_arguments", {"img_size": 10**9}),
         ("timm_arguments", {"img_size": "__import__('os').system('touch canary')"}),
         ("architecture", 5),
         ("pos_embed_interpolation", "../x"),
