@@ -29,23 +29,20 @@ _READERS = (NPY, DICOM, TIFF)
 """Formats that Pillow can't read, or only in part; the others are lines of `images.PILLOW`."""
 ENDINGS = PILLOW | {reader.name: reader.endings for reader in _READERS}
 """Endings of the files of each format, the usual one first."""
-EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))
-"""Endings of all image files."""
+EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))  # endings of all image files
 _SIDE_FILES = tuple(
     b".txt .json .jsonl .csv .tsv .xml .yaml .yml .toml .ini .cfg .md .rst .html .htm .css .js .pdf .log .lst .cls "
     b".pyd .py .ipynb .sh .pkl .pth .pt .safetensors .mat .db .sha256 .md5 .lock .xmp .aae .thm .url readme license "
     b"makefile dicomdir".split()
 )
 """Endings of files about images, which are ignored without a note."""
-_ENDING = re.compile(rb"\.[^./]*[^\d./][^./]*$")
-"""An ending; the names of DICOM files may end in numbers."""
+_ENDING = re.compile(rb"\.[^./]*[^\d./][^./]*$")  # an ending; the names of DICOM files may end in numbers
 _PILLOW_HEADS = re.compile(
     rb"(?s)\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{4}\0{4}|GIF8[79]a|P[2356]\s+[\d#]|\0{3}\x0cjP  |"
     rb".{4}ftypavi[fs]"
 )
 """First bytes of the formats that Pillow reads, but TIFF."""
-HEAD = 132
-"""Bytes that tell the format of a file: DICOM's mark ends there."""
+HEAD = 132  # bytes that tell the format of a file: DICOM's mark ends there
 _IMAGES = tuple(map(os.fsencode, EXTENSIONS))
 _KNOWN = (*_IMAGES, *_SIDE_FILES)
 _NAMED = re.compile(rf"(?s)(.+(?:{'|'.join(map(re.escape, HDF5))})):(/.*)|(.+\.tar):([^/:]+)", re.IGNORECASE)
@@ -106,25 +103,13 @@ def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -
 
 
 class EncodedImage:
-    """An image file of which only the header has been read.
-
-    Args:
-        data: the file.
-        name: its name in errors.
-        max_pixels: limit of pixels, None = any number; every three channels count as one image.
-        value_range: black and white of values deeper than 8 bits.
-        channels: number that is wanted; None = all channels of the file.
-
-    Attributes:
-        width, height: size in pixels of the upright image.
-        channels: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files that Pillow reads have 3, or
-            the number with alpha if that is wanted.
-        deep: whether the file has more than 8 bits a channel.
-        format, mode: Pillow's names.
-
-    Raises:
-        UnreadableImage: the file is no image or too large; found before memory is taken.
-    """
+    """An image file of which only the header has been read. Arguments: `name`: its name in errors. `max_pixels`: limit,
+    None = any number; every three channels count as one image. `value_range`: black and white of values deeper than 8
+    bits. `channels`: number that is wanted; None = all channels of the file. Attributes: `width`, `height`: size in
+    pixels of the upright image. `channels`: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files
+    that Pillow reads have 3, or the number with alpha if that is wanted. `deep`: whether the file has more than 8 bits
+    a channel. `format`, `mode`: Pillow's names. Raises UnreadableImage if the file is no image or too large; found
+    before memory is taken."""
 
     def __init__(
         self,

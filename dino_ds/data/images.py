@@ -1,6 +1,5 @@
 """The contract of a source of images, and the conversion of Pillow's images to RGB of 8 bits, or of deeper values to
-[0, 1] by the value range of a run.
-"""
+[0, 1] by the value range of a run."""
 
 from __future__ import annotations
 
@@ -31,11 +30,9 @@ PILLOW = {
     "AVIF": (".avif",),
 }
 """Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
-ValueRange = tuple[float, float]
-"""Values that become 0 and 1; for 8-bit images always 0 and 255."""
+ValueRange = tuple[float, float]  # values that become 0 and 1; for 8-bit images always 0 and 255
 _BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
-"""A TIFF tag, and its value in files whose lowest number is white."""
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # a TIFF tag, and its value in files whose lowest number is white
 _SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
 """Values of these tags: a plane for each channel; integers without and with a sign."""
 _WHITE = 65535
@@ -55,22 +52,18 @@ class Source(Protocol):
     @property
     def labels(self) -> Sequence[int] | None:
         """Class number of each image, an index into `classes`; -1 = no class. None = no labels at all."""
-        ...
 
     @property
     def classes(self) -> list[str] | None:
         """Names of the classes, each a printable line."""
-        ...
 
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Image.Image | Any:
         """RGB image, or an array (h, w, c) of uint8 or of deeper values as stored. Raises UnreadableImage."""
-        ...
 
     def name(self, index: int) -> str:
         """Name in messages, a printable line: the file's path, or a name like cifar10/train/17."""
-        ...
 
 
 class Joined(ABC):

@@ -1,9 +1,7 @@
 """Batches of crops, epoch after epoch, from any position in the data; the next one is copied to the device and
-augmented during the current training step.
-
-The global batches depend on (seed, epoch) and the global batch size alone; ranks, micro-batches and workers only divide
-the work. So a run may be resumed, or repeated on other hardware, with the same images in the same order.
-"""
+augmented during the current training step. The global batches depend on (seed, epoch) and the global batch size alone;
+ranks, micro-batches and workers only divide the work. So a run may be resumed, or repeated on other hardware, with the
+same images in the same order."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ from dino_ds.data.mixture import Draws, draws_in
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError
 
-_LOOK_SECONDS = 2
-"""Time after which the wait for a batch is interrupted to check for other events."""
-_POLL_SECONDS = 0.001
-"""Time that a finished batch may take to come out of its queue when `next_if_ready` polls it."""
+_LOOK_SECONDS = 2  # time after which the wait for a batch is interrupted to check for other events
+_POLL_SECONDS = 0.001  # time that a finished batch may take to come out of its queue when `next_if_ready` polls it
 
 
 class DevicePrefetcher(Iterator[Batch]):
@@ -95,24 +91,16 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
 class BatchKeys(list[tuple[int, int]]):
     """(epoch, index) of the images of a micro-batch; the r-th repeat of image i in an epoch is index i + r * images."""
 
-    resolution = 0
-    """Index of the step's resolution."""
-    later: tuple[int, ...] = ()
-    """Indices of the images in the batch that the same process gets next, if known."""
+    resolution = 0  # index of the step's resolution
+    later: tuple[int, ...] = ()  # indices of the images in the batch that the same process gets next, if known
 
 
 class ResumableSampler(Sampler[BatchKeys]):
-    """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws.
-
-    Micro-batch m of a step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch.
-    Images that do not fill a global batch at the end of an epoch are left out; each epoch leaves out different ones.
-
-    Args:
-        images: number in the source.
-        options: the loader's options.
-        start: position at which a step begins.
-        draws: how often each image is drawn; None = equally often.
-    """
+    """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws. Micro-batch m of a
+    step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch. Images that do not fill
+    a global batch at the end of an epoch are left out; each epoch leaves out different ones. `images`: number in the
+    source. `options`: the loader's options. `start`: position at which a step begins. `draws`: how often each image is
+    drawn; None = equally often."""
 
     def __init__(self, images: int, options: LoaderOptions, start: Position, draws: Draws | None = None) -> None:
         self._images, self._options, self._start, self._draws = images, options, start, draws

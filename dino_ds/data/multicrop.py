@@ -1,13 +1,10 @@
 """Multi-crop augmentation as in DINO and the masks of crops, with all randomness from one seed per image; and the crops
-of evaluations.
-
-Sources: facebookresearch/dino `main_dino.py` DataAugmentationDINO; its operations are those that torchvision applies to
-Pillow images, called directly: torchvision's transforms would draw from torch's global generator. Masks are those of
-facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a batch's
-crops are masked, with one ratio from each equal bin (in DINOv3 its upper edge). Here each crop is masked with a
-probability and draws its ratio from the whole range, so that its mask follows from (seed, epoch, index of the image,
-number of the crop) alone.
-"""
+of evaluations. Sources: facebookresearch/dino `main_dino.py` DataAugmentationDINO; its operations are those that
+torchvision applies to Pillow images, called directly: torchvision's transforms would draw from torch's global
+generator. Masks are those of facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There
+exactly half of a batch's crops are masked, with one ratio from each equal bin (in DINOv3 its upper edge). Here each
+crop is masked with a probability and draws its ratio from the whole range, so that its mask follows from (seed, epoch,
+index of the image, number of the crop) alone."""
 
 from __future__ import annotations
 
@@ -31,31 +28,22 @@ from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 
-Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels"""
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 _ASPECT = (3 / 4, 4 / 3)
 BICUBIC = Image.Resampling.BICUBIC
 _LOG_ASPECT = math.log(1 / 0.3)
-SLOTS = 4
-"""Jitter operations of one crop, in an order drawn for this crop."""
+SLOTS = 4  # jitter operations of one crop, in an order drawn for this crop
 FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
-COLUMNS = 4 * SLOTS + 4
-"""Numbers that describe the augmentation of a crop: see AugmentationParams."""
+COLUMNS = 4 * SLOTS + 4  # numbers that describe the augmentation of a crop: see AugmentationParams
 LUMA = (0.2989, 0.587, 0.114)
-BLUR_REACH = 6
-"""Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
+BLUR_REACH = 6  # pixels on either side that a blur reads: 3 standard deviations of the widest one
 
 
 class MultiCrop:
-    """Cuts the crops of all groups from an image, augments and normalizes them.
-
-    Args:
-        groups: crop groups.
-        augment: probabilities and strengths, or the name of a preset.
-        masks: options of the masked groups, by group name.
-        normalization: mean and deviation of the channels.
-        resolutions: the same crops in each of the sizes that optimizer steps draw from; empty: only those of `groups`.
-    """
+    """Cuts the crops of all groups from an image, augments and normalizes them. `groups`: crop groups. `augment`:
+    probabilities and strengths, or the name of a preset. `masks`: options of the masked groups, by group name.
+    `normalization`: mean and deviation of the channels. `resolutions`: the same crops in each of the sizes that
+    optimizer steps draw from; empty: only those of `groups`."""
 
     def __init__(
         self,
@@ -159,8 +147,7 @@ class CropParameters:
 
     box: Box
     flip: bool
-    jitter: tuple[tuple[str, float], ...] = ()
-    """(operation, factor) in the order of application; empty = none"""
+    jitter: tuple[tuple[str, float], ...] = ()  # (operation, factor) in the order of application; empty = none
     gray: bool = False
     blur_radius: float | None = None
     solarize: bool = False
@@ -175,10 +162,8 @@ class AugmentationParams:
     color circle. The others are: whether the crop is flipped, whether it is made gray, the blur's standard deviation in
     pixels (0 = none), and whether the crop is solarized."""
 
-    table: Tensor
-    """The rows, on the host."""
-    on_device: Tensor
-    """A copy of the rows on the device of the crops."""
+    table: Tensor  # the rows, on the host
+    on_device: Tensor  # a copy of the rows on the device of the crops
 
     @staticmethod
     def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:

@@ -1,6 +1,5 @@
 """Normalizes images by the mean and standard deviation of each channel, displays images of any number of channels, and
-samples images before a run for these numbers and the range of deep values.
-"""
+samples images before a run for these numbers and the range of deep values."""
 
 from __future__ import annotations
 
@@ -23,12 +22,10 @@ from dino_ds.data.scientific import note_stacks
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
-_SIDE = 512
-"""Approximate number of rows, and of columns, of pixels that are sampled for percentiles."""
+_SIDE = 512  # approximate number of rows, and of columns, of pixels that are sampled for percentiles
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-USUAL_CHANNELS = (1, 3)
-"""Numbers of channels of gray and RGB images, whose mean is nearly ImageNet's."""
+USUAL_CHANNELS = (1, 3)  # numbers of channels of gray and RGB images, whose mean is nearly ImageNet's
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
-"""Photometric augmentation of whole batches on any device, each crop with its own parameters.
-
-The loader sends crops with their AugmentationParams. The operations are torchvision's functional ones on float tensors
-in [0, 1]; Pillow's, used by `data.augment worker`, round to 8 bits after each operation. The host knows which crops an
-operation changes, so nothing waits for the device. On CUDA the kernels of `photometric_triton` do the same in four
-launches per crop size.
-"""
+"""Photometric augmentation of whole batches on any device, each crop with its own parameters. The loader sends crops
+with their AugmentationParams. The operations are torchvision's functional ones on float tensors in [0, 1]; Pillow's,
+used by `data.augment worker`, round to 8 bits after each operation. The host knows which crops an operation changes, so
+nothing waits for the device. On CUDA the kernels of `photometric_triton` do the same in four launches per crop size."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from dino_ds.data.multicrop import FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE, Aug
 
 _OPTIONAL_COLUMNS = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """Columns that are 0 for a crop without the operation; hue has one in each jitter slot."""
-_CACHED_PIXELS = 4 * 224**2
-"""Pixels that are augmented at once on a CPU: 2.4 MB in FP32."""
+_CACHED_PIXELS = 4 * 224**2  # pixels that are augmented at once on a CPU: 2.4 MB in FP32
 
 Kernels = Callable[[Tensor, Tensor, float, Tensor, Tensor], None]
 

@@ -81,10 +81,8 @@ def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers rows (v, n, d), n equal on all ranks, to (v, ranks * n, d) in rank order; every rank must call it.
-
-    The gradient of a rank's rows is the sum of the gradients that all ranks have for them.
-    """
+    """Gathers rows (v, n, d), n equal on all ranks, to (v, ranks * n, d) in rank order; every rank must call it. The
+    gradient of a rank's rows is the sum of the gradients that all ranks have for them."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -129,10 +127,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise a UserError of one rank in this block on all ranks, which would otherwise wait for that rank.
-
-    Every rank must enter the block; it may not contain collectives.
-    """
+    """Raise a UserError of one rank in this block on all ranks, which would otherwise wait for that rank. Every rank
+    must enter the block; it may not contain collectives."""
     error: UserError | None = None
     try:
         yield
@@ -158,11 +154,9 @@ def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RankFlags:
-    """Flags that ranks share once per step, in an all-reduce that happens anyway.
-
-    A flag keeps its value until it is changed; sums are read one step late, so that the host never waits for the
-    device. They are FP32: values are small whole numbers, and value x ranks < 2^24.
-    """
+    """Flags that ranks share once per step, in an all-reduce that happens anyway. A flag keeps its value until it is
+    changed; sums are read one step late, so that the host never waits for the device. They are FP32: values are small
+    whole numbers, and value x ranks < 2^24."""
 
     def __init__(self, names: tuple[str, ...], where: torch.device) -> None:
         self._mine = dict.fromkeys(names, 0.0)

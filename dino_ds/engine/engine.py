@@ -1,6 +1,5 @@
 """Builds DeepSpeed's engine, without work that only costs time, and wraps it: outputs, steps, FP32 masters, training
-state.
-"""
+state."""
 
 from __future__ import annotations
 
@@ -44,18 +43,10 @@ class Progress(enum.Enum):
 
 
 class Engine:
-    """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
-
-    Learning rates and weight decays come with each step through `set_groups`.
-
-    Args:
-        network: the student, FP32, equal on all ranks.
-        config: a resolved ds config.
-        options: kind of optimizer, learning rates by layer, clipping.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the config, or it does not go with the options.
-    """
+    """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch. Learning rates and
+    weight decays come with each step through `set_groups`. `network`: the student, FP32, equal on all ranks. `config`:
+    a resolved ds config. `options`: kind of optimizer, learning rates by layer, clipping. Raises ConfigError: DeepSpeed
+    refuses the config, or it does not go with the options."""
 
     def __init__(self, network: Network, config: DsConfig, options: optim.OptimizerOptions = optim.ONE_RATE) -> None:
         _check_together(config, options)
@@ -66,7 +57,6 @@ class Engine:
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments)
         network.train()
-
         modules, in_checkpoints = dict(network.named_modules()), set(network.state_dict())
         buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
         self._buffers = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in buffers}
@@ -77,7 +67,6 @@ class Engine:
         for name, buffer in buffers.items():  # DeepSpeed has cast them together with the parameters
             setattr(*self._buffers[name], buffer.to(self.device))
         weakref.finalize(self, _release, self._engine).atexit = False
-
         if isinstance(optimizer, (optim.Lars, Muon)) and config.stage:
             state.lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
         optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
@@ -215,10 +204,8 @@ class Engine:
 
     def load_state(self, saved: SavedState) -> None:
         """Restore in place what `state` gave on all ranks, at whatever stage, ranks, precision and offload that was.
-
         With the settings of the save, training goes on bit for bit. All ranks must call it. Raises CheckpointError, on
-        all ranks, for a state of another network or kind of optimizer.
-        """
+        all ranks, for a state of another network or kind of optimizer."""
         parameters = state.import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
         for name in _COUNTERS:
             setattr(self._engine, name, parameters.counters.get(name, 0))
@@ -258,10 +245,8 @@ def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:
 
 
 def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsConfig, clips: bool) -> tuple[Any, Any]:
-    """Build DeepSpeed's engine and optimizer; with `clips` DeepSpeed clips by the norm of the whole gradient.
-
-    Raises ConfigError if DeepSpeed refuses the config.
-    """
+    """Build DeepSpeed's engine and optimizer; with `clips` DeepSpeed clips by the norm of the whole gradient. Raises
+    ConfigError if DeepSpeed refuses the config."""
     import deepspeed
     from deepspeed.runtime import bf16_optimizer, utils
     from deepspeed.runtime.zero import stage_1_and_2

@@ -1,7 +1,6 @@
 """Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own, and
 the placing of a new student's weights. Of a partitioned network, a rank never holds more than its own part and the
-module that is being placed.
-"""
+module that is being placed."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from dino_ds.config.ds_schema import DsConfig
 from dino_ds.engine.process import DTYPES, device
 
-Names = Mapping[int, str]
-"""Names of parameters, by their ids."""
+Names = Mapping[int, str]  # names of parameters, by their ids
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,7 @@ class WholeMasters:
 @dataclass(frozen=True)
 class FlatMasters:
     """ZeRO 1 and 2: the parameters lie in one flat buffer of `numel` elements, cut into equal shards, one per rank.
-
-    layout: (name, offset in the flat buffer); shard(): this rank's FP32 shard, on any device.
-    """
+    layout: (name, offset in the flat buffer); shard(): this rank's FP32 shard, on any device."""
 
     numel: int
     layout: list[tuple[str, int]]
@@ -42,10 +38,8 @@ class FlatMasters:
 
 @dataclass(frozen=True)
 class PartitionedMasters:
-    """ZeRO 3: every parameter is cut into one piece per rank; a rank's pieces are concatenated in its shard.
-
-    layout: (name, offset in the shard, elements of a piece); the last pieces of a parameter may hold padding.
-    """
+    """ZeRO 3: every parameter is cut into one piece per rank; a rank's pieces are concatenated in its shard. layout:
+    (name, offset in the shard, elements of a piece); the last pieces of a parameter may hold padding."""
 
     layout: list[tuple[str, int, int]]
     shard: Callable[[], Tensor]
@@ -146,10 +140,8 @@ def write_weights(frozen: FrozenWeights) -> None:
 
 class Placement:
     """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
-
     Afterwards the weights are on this process's device in the engine's precision, at stage 3 partitioned over all
-    ranks; the module's buffers are on the device, in their own dtype.
-    """
+    ranks; the module's buffers are on the device, in their own dtype."""
 
     def __init__(self, config: DsConfig) -> None:
         self._device, self._config = device(), config

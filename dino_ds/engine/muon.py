@@ -1,17 +1,12 @@
-"""Muon: updates weight matrices along their orthogonalized momentum, and everything else as AdamW does.
-
-Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) with Nesterov momentum and five Newton-Schulz
-iterations; an update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv 2502.16982), so that a learning rate
-means the same for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU.
-
-Under ZeRO 1 to 3 a matrix lies in pieces on several ranks. By one exchange each rank assembles a share of the matrices
-from their pieces, orthogonalizes them, and returns the pieces of the updates by a second exchange; in each it sends and
-receives about as many elements as it holds. At stage 0 each rank orthogonalizes a share of the matrices, and broadcasts
-the updates.
-
-On AMD's CPUs with AVX-512 the FP32 products go to oneDNN, which torch includes too: MKL's kernels for AMD use half of
-the width, on a Zen 5 thread 110 GFLOP/s against 250. Their results differ by rounding.
-"""
+"""Muon: updates weight matrices along their orthogonalized momentum, and everything else as AdamW does. Source: Keller
+Jordan's Muon (https://kellerjordan.github.io/posts/muon) with Nesterov momentum and five Newton-Schulz iterations; an
+update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv 2502.16982), so that a learning rate means the same
+for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU. Under ZeRO 1 to 3 a
+matrix lies in pieces on several ranks. By one exchange each rank assembles a share of the matrices from their pieces,
+orthogonalizes them, and returns the pieces of the updates by a second exchange; in each it sends and receives about as
+many elements as it holds. At stage 0 each rank orthogonalizes a share of the matrices, and broadcasts the updates. On
+AMD's CPUs with AVX-512 the FP32 products go to oneDNN, which torch includes too: MKL's kernels for AMD use half of the
+width, on a Zen 5 thread 110 GFLOP/s against 250. Their results differ by rounding."""
 
 from __future__ import annotations
 
@@ -30,8 +25,7 @@ from torch import Tensor, nn
 from dino_ds.config.ds_schema import ORTHOGONALIZED_ELEMENTS
 from dino_ds.models.prototypes import tf32
 
-_LEAST = 2**19
-"""Multiplications of a product below which the call through Python costs more than oneDNN saves."""
+_LEAST = 2**19  # multiplications of a product below which the call through Python costs more than oneDNN saves
 
 _by_onednn = True
 
@@ -45,11 +39,9 @@ def on_amd() -> bool:
 
 @cache
 def take_onednn() -> torch.library.Library:
-    """Have this process multiply FP32 matrices on the CPU by oneDNN from now on, where the operator exists.
-
-    torch's operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all use it. The
-    kernels stay as long as the returned library exists, which the cache keeps.
-    """
+    """Have this process multiply FP32 matrices on the CPU by oneDNN from now on, where the operator exists. torch's
+    operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all use it. The kernels
+    stay as long as the returned library exists, which the cache keeps."""
     library = torch.library.Library("aten", "IMPL")
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private: may leave in another version of torch
         with warnings.catch_warnings():
@@ -112,11 +104,9 @@ class Piece(NamedTuple):
 
 
 def matrices_of(network: nn.Module) -> dict[str, int]:
-    """Names of the parameters that Muon orthogonalizes, with the number of matrices that each stacks in its rows.
-
-    These are the weights (and low-rank adapters) of linear layers and of ungrouped convolutions, taken as (out, rest),
-    except the network's first convolution, which reads pixels.
-    """
+    """Names of the parameters that Muon orthogonalizes, with the number of matrices that each stacks in its rows. These
+    are the weights (and low-rank adapters) of linear layers and of ungrouped convolutions, taken as (out, rest), except
+    the network's first convolution, which reads pixels."""
     matrices = {}
     modules = dict(network.named_modules())
     first = next((name for name, module in modules.items() if isinstance(module, nn.Conv2d)), None)
@@ -135,15 +125,10 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step.
-
-    A tensor is a whole parameter, the same on all ranks, unless `lay_out` has declared its contents. A step overwrites
-    gradients.
-
-    Args:
-        blocks: number of matrices in each parameter of a group of kind muon; see `matrices_of`.
-        scale: factor of Muon's updates.
-    """
+    """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step. A
+    tensor is a whole parameter, the same on all ranks, unless `lay_out` has declared its contents. A step overwrites
+    gradients. `blocks`: number of matrices in each parameter of a group of kind muon; see `matrices_of`. `scale`:
+    factor of Muon's updates."""
 
     def __init__(
         self,
@@ -161,9 +146,7 @@ class Muon(torch.optim.AdamW):
         self, tensor: Tensor, matrices: Mapping[str, Matrix], pieces: list[list[Piece]], process_group: Any
     ) -> None:
         """Declare that `tensor` holds this rank's pieces of one group's `matrices`; `pieces` are those of each rank.
-
-        From now on all ranks must call `step` together.
-        """
+        From now on all ranks must call `step` together."""
         self._exchanges[tensor] = _Exchange(matrices, pieces, process_group)
 
     @torch.no_grad()

@@ -1,10 +1,8 @@
-"""The optimizer (AdamW, LARS or Muon), which parameters share a learning rate and a weight decay, and clipping.
-
-Source: facebookresearch/dino `get_params_groups`: biases and one-dimensional weights are not decayed; tokens and
-position embeddings are. The prototypes have a group of their own: lr 0 is the only exact freeze at every ZeRO stage.
-Layer-wise learning rates, and clipping of backbone and heads each by its own norm: facebookresearch/dinov2. LARS: You
-et al. 2017 (arXiv 1708.03888) as facebookresearch/dino `utils.LARS`.
-"""
+"""The optimizer (AdamW, LARS or Muon), which parameters share a learning rate and a weight decay, and clipping. Source:
+facebookresearch/dino `get_params_groups`: biases and one-dimensional weights are not decayed; tokens and position
+embeddings are. The prototypes have a group of their own: lr 0 is the only exact freeze at every ZeRO stage. Layer-wise
+learning rates, and clipping of backbone and heads each by its own norm: facebookresearch/dinov2. LARS: You et al. 2017
+(arXiv 1708.03888) as facebookresearch/dino `utils.LARS`."""
 
 from __future__ import annotations
 
@@ -24,21 +22,17 @@ from dino_ds.models.network import Network
 
 _EPS = 1e-6  # added to the norm, as in DeepSpeed and torch
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
-BACKBONE = "backbone_"
-"""Prefix of DECAY and NO_DECAY for the groups of a backbone that is frozen for a while."""
+BACKBONE = "backbone_"  # prefix of DECAY and NO_DECAY for the groups of a backbone that is frozen for a while
 NAMES = (DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY)
 WHOLE = "network"
-PATCH_EMBED = "patch_embed"
-"""The module of a backbone whose learning rate `patch_embed_lr` multiplies."""
+PATCH_EMBED = "patch_embed"  # the module of a backbone whose learning rate `patch_embed_lr` multiplies
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
     """Options of the recipe's section `optimizer`. By default one learning rate, clipping by one global norm (DINO).
-
     kind: adamw, with `betas` and `eps`; sgd, with `momentum`; lars, with `momentum` and `trust`; or muon, with
-    `momentum` and `scale` for weight matrices, and adamw with its options for the rest.
-    """
+    `momentum` and `scale` for weight matrices, and adamw with its options for the rest."""
 
     layer_decay: float = 1.0
     patch_embed_lr: float = 1.0
@@ -55,10 +49,8 @@ ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters, at learning rate 0, AdamW and SGD in one kernel.
-
-    Raises ConfigError where Muon has no matrix to orthogonalize.
-    """
+    """The optimizer of the trained parameters, at learning rate 0, AdamW and SGD in one kernel. Raises ConfigError
+    where Muon has no matrix to orthogonalize."""
     groups = parameter_groups(network, options)
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)
@@ -74,12 +66,10 @@ def build_optimizer(network: Network, options: OptimizerOptions) -> torch.optim.
 
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, without frozen parameters and without empty groups, which DeepSpeed would drop.
-
-    Keys of a group: "name", by which `set_groups` sets its lr and weight decay; "lr_multiplier", a factor on that
-    lr; "part", the part of the network with which its gradient is clipped; "kind", the optimizer that updates it.
-    Groups of the same name differ in another of these keys. Raises ConfigError for a learning rate of a patch embedding
-    that the network does not have, and where Muon has no matrix to orthogonalize.
-    """
+    Keys of a group: "name", by which `set_groups` sets its lr and weight decay; "lr_multiplier", a factor on that lr;
+    "part", the part of the network with which its gradient is clipped; "kind", the optimizer that updates it. Groups of
+    the same name differ in another of these keys. Raises ConfigError for a learning rate of a patch embedding that the
+    network does not have, and where Muon has no matrix to orthogonalize."""
     groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
     matrices = matrices_of(network) if options.kind == "muon" else {}
     multipliers = _backbone_multipliers(network, options)
@@ -129,10 +119,8 @@ def set_groups(groups: Iterable[dict[str, Any]], schedule: ScheduleValues) -> No
 
 
 class Lars(torch.optim.Optimizer):
-    """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step.
-
-    A tensor is a whole parameter unless `lay_out` has declared its contents. A step overwrites the gradients.
-    """
+    """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step. A tensor is a whole
+    parameter unless `lay_out` has declared its contents. A step overwrites the gradients."""
 
     def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "trust": trust})
@@ -191,12 +179,10 @@ class Lars(torch.optim.Optimizer):
 
 
 def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
-    """Make ZeRO 1 to 3 compute the gradient's global norm over all groups at once, with one all-reduce.
-
-    DeepSpeed launches two kernels per parameter and copies a constant to the device per group. The norm is the same,
-    summed in FP64, infinite if a gradient is not finite. An offloaded optimizer keeps DeepSpeed's code, on the host.
-    clip_parts: if above 0, each part's norm is clipped to it here, and DeepSpeed's gradient_clipping must be 0.
-    """
+    """Make ZeRO 1 to 3 compute the gradient's global norm over all groups at once, with one all-reduce. DeepSpeed
+    launches two kernels per parameter and copies a constant to the device per group. The norm is the same, summed in
+    FP64, infinite if a gradient is not finite. An offloaded optimizer keeps DeepSpeed's code, on the host. clip_parts:
+    if above 0, each part's norm is clipped to it here, and DeepSpeed's gradient_clipping must be 0."""
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         return
     if hasattr(optimizer, "averaged_gradients"):

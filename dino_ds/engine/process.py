@@ -1,6 +1,5 @@
 """This process: its device and memory, the import of DeepSpeed without its warnings, and joining the launcher's process
-group.
-"""
+group."""
 
 from __future__ import annotations
 
@@ -32,28 +31,22 @@ from dino_ds.engine.muon import on_amd, take_onednn
 from dino_ds.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_PATIENCE_SECONDS = 25.0
-"""Time after which a rank that waits for others says so."""
+_PATIENCE_SECONDS = 25.0  # time after which a rank that waits for others says so
 _TELLING_SECONDS, _ASKING_SECONDS = 10.0, 2.0
 """Time for which a rank that can't start tells the others, and after which these ask again whether one does."""
 _called_roll: list[None] = []
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables that name network interfaces."""
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # environment variables that name network interfaces
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
-    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process.
-
-    Raises ConfigError if the variables of a rank are wrong, there is no GPU for this process, or another program uses
-    rank 0's port.
-    """
+    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process. Raises ConfigError
+    if the variables of a rank are wrong, there is no GPU for this process, or another program uses rank 0's port."""
     # Inductor's default is up to 32 compile processes per rank, but a step has only some 15 small kernels.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(distributed.usable_cores()))))
     if not dist.is_initialized():
         check_ranks(os.environ)  # for every command that joins; `train` has checked before its imports
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed finds this too, but warns on every rank
-
     _quiet_deepspeed()
     if dist.is_initialized():
         return
@@ -77,11 +70,9 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelta]]:
     """Wrap joining a process group; yields the time that connecting the ranks may take, since all of them are there,
     and with torchrun the store to join by. Its agent keeps one store for all starts, and torch puts the addresses of
-    each under the same names: ranks that start again would read those of dead ones.
-
-    On several machines gloo gets the interface that reaches the first one, unless the user has named one. Raises
-    ConfigError if ranks disagree on the world size, machines can't connect, or another program uses rank 0's port.
-    """
+    each under the same names: ranks that start again would read those of dead ones. On several machines gloo gets the
+    interface that reaches the first one, unless the user has named one. Raises ConfigError if ranks disagree on the
+    world size, machines can't connect, or another program uses rank 0's port."""
     mine, ranks = distributed.rank(), distributed.world_size()
     several = False
     try:
@@ -314,10 +305,8 @@ def memory_gib() -> float:
 
 
 def resident_mib(peak: bool = False) -> float:
-    """Resident set of this process, now or at its peak.
-
-    Read from /proc if it exists: getrusage's maximum begins with that of the parent process.
-    """
+    """Resident set of this process, now or at its peak. Read from /proc if it exists: getrusage's maximum begins with
+    that of the parent process."""
     status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
     for line in status.read_text().splitlines() if status.exists() else []:
         if line.startswith(wanted):

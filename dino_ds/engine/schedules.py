@@ -1,8 +1,6 @@
-"""Schedules: pure functions of the number of applied optimizer steps.
-
-Source: facebookresearch/dino `cosine_scheduler`: warm-up starts at its start value at step 0 and reaches the base
-value at its last step; the cosine approaches its final value and never reaches it.
-"""
+"""Schedules: pure functions of the number of applied optimizer steps. Source: facebookresearch/dino `cosine_scheduler`:
+warm-up starts at its start value at step 0 and reaches the base value at its last step; the cosine approaches its final
+value and never reaches it."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ def cosine_schedule(
 
 
 def warmup_schedule(step: int, start: float, final: float, warmup: int, stair: int = 1) -> float:
-    """A staircase of `warmup` stairs of `stair` steps each from `start` to `final`, then constant.
-
-    DINO raises the teacher's temperature once an epoch: stair = steps of an epoch.
-    """
+    """A staircase of `warmup` stairs of `stair` steps each from `start` to `final`, then constant. DINO raises the
+    teacher's temperature once an epoch: stair = steps of an epoch."""
     i = step // stair
     return _linear(i, start, final, warmup) if i < warmup else final
 
@@ -38,11 +34,7 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 @dataclass(frozen=True)
 class WeightSchedule:
     """The weight of a loss term: half a cosine of `steps` points from `start` to `end`, both included, then constant.
-
-    The first point is step `begin`; before step `start_at` the weight is 0.
-
-    Source: facebookresearch/dinov3.
-    """
+    The first point is step `begin`; before step `start_at` the weight is 0. Source: facebookresearch/dinov3."""
 
     start: float
     end: float
@@ -66,10 +58,7 @@ class WeightSchedule:
 @dataclass(frozen=True)
 class Replacements:
     """The steps at which a teacher is replaced by the EMA teacher: `start` if `at_start`, and every `every` steps from
-    then on, `most` times.
-
-    Source: facebookresearch/dinov3.
-    """
+    then on, `most` times. Source: facebookresearch/dinov3."""
 
     start: int = 0
     at_start: bool = False
@@ -91,30 +80,23 @@ class ScheduleValues:
     weight_decay: float
     teacher_momentum: float
     teacher_temp: float
-    prototypes_frozen: bool
-    """Whether the prototypes' learning rate and weight decay are 0."""
-    prototypes_gradient: bool
-    """Whether the clipping norm and Adam's moments see the prototypes' gradient."""
+    prototypes_frozen: bool  # whether the prototypes' learning rate and weight decay are 0
+    prototypes_gradient: bool  # whether the clipping norm and Adam's moments see the prototypes' gradient
     unfreeze_prototypes: bool
     """Whether the prototypes get their first gradient in this step: their Adam state starts afresh."""
     backbone_frozen: bool
     unfreeze_backbone: bool
-    weights: Mapping[str, float]
-    """The weights of the loss terms, by name."""
-    momenta: Mapping[str, float] = field(default_factory=dict)
-    """The momenta of further EMA teachers, by name."""
-    replaced: frozenset[str] = frozenset()
-    """The teachers that become equal to the EMA teacher before this step."""
+    weights: Mapping[str, float]  # the weights of the loss terms, by name
+    momenta: Mapping[str, float] = field(default_factory=dict)  # the momenta of further EMA teachers, by name
+    replaced: frozenset[str] = frozenset()  # the teachers that become equal to the EMA teacher before this step
 
 
 @dataclass(frozen=True)
 class Schedules:
     """All schedules of a run, with lengths in optimizer steps; `lr` is the peak after scaling with the batch.
-
     frozen_prototypes: "no_gradient", neither clipping nor Adam sees them (DINO), or "zero_lr" (DINOv2). warmup_shape:
     of the learning rate, "linear" or "cosine" (DINOv3). constant: after warm-up the learning rate stays at its peak.
-    The teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each.
-    """
+    The teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each."""
 
     steps: int
     lr: float

@@ -1,9 +1,7 @@
 """Exports an engine's training state, and imports it under any ZeRO stage, number of ranks, precision and offload.
-
 DeepSpeed's own files hold tensors in the layout of their stage, which another stage or number of ranks can't read. Here
-a state is flat FP32 tensors of every rank, and layouts that say where each parameter's elements lie: any rank reads
-the elements that it needs, however many ranks saved and however they shared the work.
-"""
+a state is flat FP32 tensors of every rank, and layouts that say where each parameter's elements lie: any rank reads the
+elements that it needs, however many ranks saved and however they shared the work."""
 
 from __future__ import annotations
 
@@ -26,21 +24,18 @@ MASTER, STEP = "master", "step"
 _ADAM, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 MOMENTS = {"adamw": _ADAM, "sgd": _MOMENTUM, "lars": _MOMENTUM, "muon": _MOMENTUM}
 """Names of the moments that each kind of optimizer keeps for a weight."""
-# Elements read at a time: bounds the extra memory of loading to 64 MiB.
-_READ_ELEMENTS = 16 * 2**20
+_READ_ELEMENTS = 16 * 2**20  # elements read at a time: bounds the extra memory of loading to 64 MiB
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """One rank's part of the state. tensors: FP32, 1-D; the engine's own on their device, not copies.
-
-    layout: plain JSON. "flats" is a list of {"name", "step", "pieces"}; a piece [parameter, start, stop, offset] says
-    that elements [start, stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its moments,
-    such as "NAME.exp_avg"; with step 0 there are no moments yet. A flat tensor that another kind of optimizer updates,
-    such as AdamW beside Muon, has a "kind" of its own. Rank 0's layout also has the values that all ranks share.
-    """
+    """One rank's part of the state. tensors: FP32, 1-D; the engine's own on their device, not copies. layout: plain
+    JSON. "flats" is a list of {"name", "step", "pieces"}; a piece [parameter, start, stop, offset] says that elements
+    [start, stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its moments, such as
+    "NAME.exp_avg"; with step 0 there are no moments yet. A flat tensor that another kind of optimizer updates, such as
+    AdamW beside Muon, has a "kind" of its own. Rank 0's layout also has the values that all ranks share."""
 
     tensors: dict[str, Tensor]
     layout: dict[str, Any]
@@ -53,16 +48,13 @@ class SavedState(Protocol):
 
     def read(self, rank: int, name: str, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the tensor `name` of `rank`, FP32, on the CPU."""
-        ...
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
-
-    group: the name of its parameter group; kind: that of the optimizer which updates it; pieces: the parameters'
-    elements in it, in order; elements between them are padding.
-    """
+    """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step. group:
+    the name of its parameter group; kind: that of the optimizer which updates it; pieces: the parameters' elements in
+    it, in order; elements between them are padding."""
 
     name: str
     group: str
@@ -133,9 +125,7 @@ def export_state(
     flats: list[OptimizerShard], shapes: Shapes, sharded: bool, kind: str, common: dict[str, Any]
 ) -> EngineState:
     """Return this rank's part of the state. Without sharding every rank holds everything, and returns an equal share.
-
-    kind: the optimizer's; common: further values that all ranks share, besides `kind` and `shapes`.
-    """
+    kind: the optimizer's; common: further values that all ranks share, besides `kind` and `shapes`."""
     # Numbers of steps that moments have seen, in one read from the device; 1 for moments without a count.
     counts = [flat.state[STEP] for flat in flats if STEP in flat.state]
     known = iter(torch.stack(counts).tolist() if counts else [])
@@ -175,9 +165,7 @@ def import_state(
     saved: SavedState, flats: list[OptimizerShard], shapes: Shapes, optimizer: Any, kind: str
 ) -> SavedParameters:
     """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads only its own elements.
-
-    Raises CheckpointError, on all ranks, if the saved state is of another network or not of this `kind`.
-    """
+    Raises CheckpointError, on all ranks, if the saved state is of another network or not of this `kind`."""
     with distributed.raise_on_all_ranks(), torch.no_grad():
         parameters = SavedParameters(saved)
         if parameters.optimizer != kind:
@@ -260,9 +248,7 @@ class SavedParameters:
 
     def step_of(self, parameters: Iterable[str]) -> int:
         """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if none were counted.
-
-        Raises CheckpointError if it differs among them: a flat tensor of the optimizer has only one count.
-        """
+        Raises CheckpointError if it differs among them: a flat tensor of the optimizer has only one count."""
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:
             (a, first), (b, second) = list(steps.items())[:2]

@@ -1,12 +1,9 @@
 """The DINO term: every student crop predicts the teacher's outputs for the teacher's crops, except for itself; the iBOT
 term: for each hidden patch the student predicts what the teacher sees there; and the centering of a teacher's logits.
-
 targets = softmax(logits / temperature + shift). Centering subtracts a running mean; Sinkhorn-Knopp balances the
-prototypes over all rows of a step. Without either the targets collapse.
-
-Source: DINO, equation 3 and algorithm 1 (arXiv 2104.14294), facebookresearch/dino `DINOLoss`; iBOT (arXiv 2111.07832),
-facebookresearch/dinov2 `iBOTPatchLoss.forward_masked`; Sinkhorn-Knopp: SwAV (arXiv 2006.09882), dinov2.
-"""
+prototypes over all rows of a step. Without either the targets collapse. Source: DINO, equation 3 and algorithm 1 (arXiv
+2104.14294), facebookresearch/dino `DINOLoss`; iBOT (arXiv 2111.07832), facebookresearch/dinov2
+`iBOTPatchLoss.forward_masked`; Sinkhorn-Knopp: SwAV (arXiv 2006.09882), dinov2."""
 
 from __future__ import annotations
 
@@ -223,12 +220,9 @@ class _PrototypeTerm(Term):
 class DinoTerm(_PrototypeTerm):
     """`dino_loss`, with the same value: cross-entropy is linear in its targets, so the targets for a student's crop are
     summed first, and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
-
-    Args:
-        teacher_crops: number of crops of each image that the teacher sees; the student sees these first.
-        weighs_local: whether LOCAL_WEIGHT of the schedule multiplies the pairs of the student's other crops (DINOv3);
-            the divisor stays the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs.
-    """
+    `teacher_crops`: number of crops of each image that the teacher sees; the student sees these first. `weighs_local`:
+    whether LOCAL_WEIGHT of the schedule multiplies the pairs of the student's other crops (DINOv3); the divisor stays
+    the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 """The EMA teacher: a whole FP32 copy on every rank, never sharded, never trained, averaged from FP32 master weights.
-
-Source: DINO, section 3.1 (arXiv 2104.14294): teacher <- m teacher + (1 - m) student, after each applied step.
-In bf16 a step at m >= .996 would leave most weights unchanged; hence an FP32 average of FP32 weights.
-"""
+Source: DINO, section 3.1 (arXiv 2104.14294): teacher <- m teacher + (1 - m) student, after each applied step. In bf16 a
+step at m >= .996 would leave most weights unchanged; hence an FP32 average of FP32 weights."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.blocks import RotaryAttention
 from dino_ds.models.network import Network
 
-# Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
-_CHUNK_ELEMENTS = 128 * 2**20
+_CHUNK_ELEMENTS = 128 * 2**20  # elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB
 
 _STATISTICS_SPAN = 0.1
 """With batch_norm "ema" the averages at first span this fraction of the passes so far, so that the statistics of

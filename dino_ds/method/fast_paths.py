@@ -1,8 +1,6 @@
-"""The fast paths of a GPU and their plain forms, which compute the same up to rounding.
-
-A card, a driver or a version of torch may compute a fast path wrongly, or not at all. The first start on each compares
-those that the run would use with their plain forms, and leaves out what fails.
-"""
+"""The fast paths of a GPU and their plain forms, which compute the same up to rounding. A card, a driver or a version
+of torch may compute a fast path wrongly, or not at all. The first start on each compares those that the run would use
+with their plain forms, and leaves out what fails."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Frozen teachers, which never change, their networks from files, and the terms that compare features with theirs; a
-checkpoint holds only their digests.
-
-Source of the distillation of teacher.source: DINOv2 (arXiv 2304.07193), section 5: targets from the heads of a frozen
-larger teacher, for a student without masks or stochastic depth, whose EMA is the product. Of features, those of the
-weights that a run started from too: AM-RADIO (arXiv 2312.06709).
-"""
+checkpoint holds only their digests. Source of the distillation of teacher.source: DINOv2 (arXiv 2304.07193), section 5:
+targets from the heads of a frozen larger teacher, for a student without masks or stochastic depth, whose EMA is the
+product. Of features, those of the weights that a run started from too: AM-RADIO (arXiv 2312.06709)."""
 
 from __future__ import annotations
 

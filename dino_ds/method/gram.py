@@ -1,9 +1,7 @@
 """Gram anchoring: keeps the similarities between the patches of an image close to those of a teacher, which the EMA
-teacher replaces now and then, or which never moves.
-
-Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3 `gram.rep_update`. Only similarities are compared,
-so the teacher may have another width, and features may rotate freely.
-"""
+teacher replaces now and then, or which never moves. Source: DINOv3, section 4 (arXiv 2508.10104);
+facebookresearch/dinov3 `gram.rep_update`. Only similarities are compared, so the teacher may have another width, and
+features may rotate freely."""
 
 from __future__ import annotations
 

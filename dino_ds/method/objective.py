@@ -1,6 +1,5 @@
 """The contract of a loss term, the objective as the weighted sum of terms, and the state of users' terms beside
-`statistics`: found among their attributes, saved by each rank for itself, and restored.
-"""
+`statistics`: found among their attributes, saved by each rank for itself, and restored."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class OwnStates:
 
 StudentOutputs = Mapping[str, Output]
 """The outputs of the student's network, by their names; see `dino_ds.models.network.Network`."""
-Outputs = Mapping[str, Mapping[str, Output]]
-"""The outputs of each teacher's network, by the teacher's name."""
+Outputs = Mapping[str, Mapping[str, Output]]  # the outputs of each teacher's network, by the teacher's name
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,8 @@
 """Terms that spread the features of different images over the sphere: KoLeo, and SimDINO's coding rate, an objective in
-place of prototypes.
-
-Source of KoLeo: Sablayrolles et al. 2019 (arXiv 1806.03198), facebookresearch/dinov2 `KoLeoLoss`, and over ranks
-`KoLeoLossDistributed` of dinov3's paper (arXiv 2508.10104). Of SimDINO: arXiv 2502.10385; the factor of the rate and
-the distortion are those of its published code. There the projection is DINO's head without prototypes; here it is one
-linear layer, which was as good (docs/notes/small-data.md).
-"""
+place of prototypes. Source of KoLeo: Sablayrolles et al. 2019 (arXiv 1806.03198), facebookresearch/dinov2 `KoLeoLoss`,
+and over ranks `KoLeoLossDistributed` of dinov3's paper (arXiv 2508.10104). Of SimDINO: arXiv 2502.10385; the factor of
+the rate and the distortion are those of its published code. There the projection is DINO's head without prototypes;
+here it is one linear layer, which was as good (docs/notes/small-data.md)."""
 
 from __future__ import annotations
 
@@ -25,10 +22,8 @@ from dino_ds.method.specs.ours import CodingRateSpec
 from dino_ds.models.base import CLS, cls_of
 from dino_ds.models.network import Query
 
-DISTORTION = 0.5
-"""The squared distortion, epsilon^2, of the coding rate."""
-_EPS = 1e-8
-"""As in KoLeo's reference: added to every component of a difference, and to the distance."""
+DISTORTION = 0.5  # the squared distortion, epsilon^2, of the coding rate
+_EPS = 1e-8  # as in KoLeo's reference: added to every component of a difference, and to the distance
 
 
 class CodingRateTerm(Term):

@@ -1,8 +1,6 @@
-"""The algorithm on one screen: what one micro-batch does, and what changes when its window ends.
-
-Teachers, running statistics and schedules advance once per *applied* optimizer step. This makes gradient accumulation
-and fp16 overflow right by construction.
-"""
+"""The algorithm on one screen: what one micro-batch does, and what changes when its window ends. Teachers, running
+statistics and schedules advance once per *applied* optimizer step. This makes gradient accumulation and fp16 overflow
+right by construction."""
 
 from __future__ import annotations
 
@@ -44,15 +42,9 @@ class MicroStep:
 
 class TrainingStep:
     """Trains the student and advances teachers, objective and schedules with it; `applied_steps` is the run's clock.
-
-    Args:
-        groups: the crop groups of a micro-batch.
-        seed: of the random choices that all images of a step share.
-
-    Attributes:
-        flags: FLAGS of this rank, which travel with the all-reduce of the objective's running statistics.
-        window: number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1.
-    """
+    `groups`: the crop groups of a micro-batch. `seed`: of the random choices that all images of a step share. `flags`:
+    FLAGS of this rank, which travel with the all-reduce of the objective's running statistics. `window`: number of
+    micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1."""
 
     def __init__(
         self,

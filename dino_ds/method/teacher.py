@@ -17,10 +17,8 @@ from dino_ds.models.network import Network, Output
 
 
 class Teacher:
-    """A network that is whole on every rank and never trained; this base class never changes its weights.
-
-    Args: `network` a module on its device, equal on all ranks; `dtype` of the forward pass (autocast; storage stays).
-    """
+    """A network that is whole on every rank and never trained; this base class never changes its weights. Args:
+    `network` a module on its device, equal on all ranks; `dtype` of the forward pass (autocast; storage stays)."""
 
     def __init__(self, network: Network, dtype: torch.dtype = torch.float32) -> None:
         self.network = network.eval().requires_grad_(False)

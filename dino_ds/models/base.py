@@ -1,6 +1,5 @@
 """The contract of a backbone: what training, teachers and exports ask of any network, and how its weights are
-initialized.
-"""
+initialized."""
 
 from __future__ import annotations
 
@@ -26,21 +25,17 @@ Placer = Callable[[nn.Module], None]
 Crops = Mapping[str, Sequence[Tensor]]
 """Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
 CLS = "cls"
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""A mapping without entries, for defaults."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})  # a mapping without entries, for defaults
 
 
 class Backbone(nn.Module, ABC):
     """A network that turns crops into features; the engine, the teachers and the exports know nothing else about it.
-
-    `spec` is what the rest of the program knows without building it. The constructor takes
-    (spec, side of the native crop in pixels, `dino_ds.models.specs.backbones.BackboneOptions`).
-    A module that owns buffers must set their values in `reset_parameters` (or torch's `reset_running_stats`), as
-    networks are built on the meta device, unless the class has `drawn`. Buffers must be equal on all ranks: a buffer
-    that a forward pass changes has to be reduced there (`dino_ds.models.batch_norm` does).
-    `training_only`: parameters of no use for features: teacher.safetensors leaves them out, and weights that a run
-    starts from need not have them.
-    """
+    `spec` is what the rest of the program knows without building it. The constructor takes (spec, side of the native
+    crop in pixels, `dino_ds.models.specs.backbones.BackboneOptions`). A module that owns buffers must set their values
+    in `reset_parameters` (or torch's `reset_running_stats`), as networks are built on the meta device, unless the class
+    has `drawn`. Buffers must be equal on all ranks: a buffer that a forward pass changes has to be reduced there
+    (`dino_ds.models.batch_norm` does). `training_only`: parameters of no use for features: teacher.safetensors leaves
+    them out, and weights that a run starts from need not have them."""
 
     training_only: ClassVar[tuple[str, ...]] = ()
 

@@ -1,10 +1,8 @@
-"""BatchNorm on any device with statistics over all ranks, whose running averages count each batch once.
-
-torch's SyncBatchNorm runs on GPUs only and waits for the device at every layer; only its kernels are used. Here
-statistics and arithmetic are FP32 whatever the precision of the network, and the recomputation of activation
-checkpointing leaves the running averages alone.
-Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of ranks are combined as in Chan et al. 1979.
-"""
+"""BatchNorm on any device with statistics over all ranks, whose running averages count each batch once. torch's
+SyncBatchNorm runs on GPUs only and waits for the device at every layer; only its kernels are used. Here statistics and
+arithmetic are FP32 whatever the precision of the network, and the recomputation of activation checkpointing leaves the
+running averages alone. Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of ranks are combined as in Chan
+et al. 1979."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The Transformer blocks, with learned or rotary positions, over packed tokens: sequences of several lengths in one
-(tokens, width) matrix. Those with rotary positions have the parameter names of DINOv3 in timm's Eva.
-"""
+(tokens, width) matrix. Those with rotary positions have the parameter names of DINOv3 in timm's Eva."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A timm network, or the user's own, as a backbone whose parameters keep their names; and the class that any spec is
-built by.
-"""
+built by."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Fuses small pure functions of tensors into a few GPU kernels by torch.compile, and decides where that is done.
-
-A fused kernel reads a tile once for many operators. On a CPU the callers' plain operators run in caches, as fast.
-"""
+"""Fuses small pure functions of tensors into a few GPU kernels by torch.compile, and decides where that is done. A
+fused kernel reads a tile once for many operators. On a CPU the callers' plain operators run in caches, as fast."""
 
 from __future__ import annotations
 

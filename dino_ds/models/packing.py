@@ -12,10 +12,8 @@ from torch import Tensor
 from dino_ds.basics.ranges import making_once
 
 _T = TypeVar("_T")
-Groups = Sequence[tuple[int, int]]
-"""Sequences and tokens of each, by size."""
-_KEPT = 64
-"""Number of keys at which a `MadeOnce` is emptied: evaluations see images of many sizes."""
+Groups = Sequence[tuple[int, int]]  # sequences and tokens of each, by size
+_KEPT = 64  # number of keys at which a `MadeOnce` is emptied: evaluations see images of many sizes
 
 
 class MadeOnce:

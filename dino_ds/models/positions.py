@@ -1,9 +1,8 @@
 """Positions of patches: embeddings resized to other grids by bicubic interpolation, and axial rotary positions (RoPE).
-
 The interpolation is linear, and done as matrix products: torch's `interpolate` sums its gradient in varying order on a
 GPU. Half of a head's rotation pairs turn by the row of a patch, half by its column; in FP32, whatever the precision.
-Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change in training as DINOv3, arXiv 2508.10104.
-"""
+Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change in training as DINOv3, arXiv
+2508.10104."""
 
 from __future__ import annotations
 

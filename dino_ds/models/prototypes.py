@@ -1,9 +1,6 @@
 """The projection head (MLP, L2 normalization, prototypes), and its cross-entropies, which never hold a whole (rows,
-prototypes) matrix.
-
-Source: facebookresearch/dino `DINOHead`; its `weight_norm` layer is `Prototypes` here, because torch's weight_norm
-can't be deep-copied and sees no weights under ZeRO 3.
-"""
+prototypes) matrix. Source: facebookresearch/dino `DINOHead`; its `weight_norm` layer is `Prototypes` here, because
+torch's weight_norm can't be deep-copied and sees no weights under ZeRO 3."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from dino_ds.models.fused import fused, fuses, log_sum_exp
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 512 * 2**20}
 # Bytes of a tile that are processed at a time, by all passes: what a CPU's caches hold. A GPU processes whole tiles.
 _PART = {"cpu": 2**20}
-# Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.
-_CPU_BLOCK = 1024
+_CPU_BLOCK = 1024  # prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once
 # Prototypes whose gradient is finished at a time: at a bottleneck of 256, what fits a CPU's caches, or 64 MiB on a GPU.
 _BLOCK = {"cpu": 256, "cuda": 65536}
 

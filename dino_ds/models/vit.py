@@ -1,9 +1,7 @@
 """The Vision Transformer, with timm's parameter names, made for many crops at once; positions are learned or rotary.
-
 Crops of several sizes go through one forward pass: their tokens are packed into one (tokens, width) matrix, so that
-norms and linear layers run once, and only the attention runs per size. Exact, on any device.
-Source: Dosovitskiy et al. 2021 (arXiv 2010.11929); initialization and position embedding as facebookresearch/dino.
-"""
+norms and linear layers run once, and only the attention runs per size. Exact, on any device. Source: Dosovitskiy et al.
+2021 (arXiv 2010.11929); initialization and position embedding as facebookresearch/dino."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from dino_ds.weights.load import Backbone
 from dino_ds.weights.read import is_timm_name
 from dino_ds.weights.sidecar import write_with_sidecar
 
-_SMALL = 96
-"""Native size in pixels up to which images are taken to be of that size, which evaluations leave uncut."""
+_SMALL = 96  # native size in pixels up to which images are taken to be of that size, which evaluations leave uncut
 
 
 def export_safetensors(model: Backbone, out: Path) -> str:

@@ -1,10 +1,7 @@
 """Weights that were read from files, under our names, which are timm's; and the maps from names of facebookresearch's
-dino, dinov2, dinov3 and of Hugging Face's ViTs.
-
-Sources for dinov3: timm's own converter (timm/models/eva.py), and facts of the released files. timm's
-`checkpoint_filter_fn` can't be used here: it needs a model of the right sizes first, drops heads and mask tokens, and
-checks neither.
-"""
+dino, dinov2, dinov3 and of Hugging Face's ViTs. Sources for dinov3: timm's own converter (timm/models/eva.py), and
+facts of the released files. timm's `checkpoint_filter_fn` can't be used here: it needs a model of the right sizes
+first, drops heads and mask tokens, and checks neither."""
 
 from __future__ import annotations
 
@@ -47,10 +44,8 @@ _PROTOTYPES = {
 """Names of a head's prototypes, of which only the directions count -> names of their lengths."""
 _PLAIN = "last_layer.weight"
 """Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
-BASE = 100.0
-"""Base of the periods of all released networks, of which files have only the periods."""
-EPS = 1e-5
-"""Epsilon of the norms of all released networks."""
+BASE = 100.0  # base of the periods of all released networks, of which files have only the periods
+EPS = 1e-5  # epsilon of the norms of all released networks
 LOCAL_NORM = "local_cls_norm."
 PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
 _ROUNDED = 1e-2

@@ -1,8 +1,7 @@
 """A trained backbone in Python: its features, patch tokens and attention.
 
 model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
-features = model.features(model.preprocess(image)[None])
-"""
+features = model.features(model.preprocess(image)[None])"""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ from dino_ds.weights.layouts import BASE, EPS, MOST_SIZE, USUAL_SIZE, Weights, f
 from dino_ds.weights.read import find_weights
 from dino_ds.weights.sidecar import normalization_of, notes_on_mean, range_of
 
-RESIZINGS = ("dino", "antialias")
-"""Ways to resize learned positions for images of another size."""
+RESIZINGS = ("dino", "antialias")  # ways to resize learned positions for images of another size
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
 

@@ -1,6 +1,5 @@
 """Finds the weights that a name or path stands for, and reads those of this project, facebookresearch's dino to dinov3,
-timm or Hugging Face; no code in them is run.
-"""
+timm or Hugging Face; no code in them is run."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ from dino_ds.weights.foreign import other_network
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
-Content = tuple[dict[str, Tensor], dict[str, Any]]
-"""The tensors of a file, and the facts in the JSON next to it."""
+Content = tuple[dict[str, Tensor], dict[str, Any]]  # the tensors of a file, and the facts in the JSON next to it
 _STAND_INS = (
     "argparse.Namespace",
     *(f"{m}.{c}Path" for m in ("pathlib", "pathlib._local") for c in ("Posix", "Windows")),

@@ -1,6 +1,5 @@
 """The JSON beside a file of weights, its sidecar: writes and verifies it, and reads what it says about training images.
-Checkpoints in any folder are opened here too, verified.
-"""
+Checkpoints in any folder are opened here too, verified."""
 
 from __future__ import annotations
 
@@ -25,10 +24,8 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import USUAL_CHANNELS, Normalization
 from dino_ds.errors import CheckpointError, one_line
 
-_MOST = 1e3
-"""Largest mean and deviation, where black is 0 and white 1; the least deviation is its inverse square."""
-PROCESSOR = "preprocessor_config.json"
-"""The file of a Hugging Face folder that says how images are prepared."""
+_MOST = 1e3  # largest mean and deviation, where black is 0 and white 1; the least deviation is its inverse square
+PROCESSOR = "preprocessor_config.json"  # the file of a Hugging Face folder that says how images are prepared
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of the other keys; description of the file that
 is being replaced."""

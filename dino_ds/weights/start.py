@@ -1,6 +1,5 @@
 """Starts a run from existing weights: checks that they fit the recipe's network, or takes the network from them, and
-loads them while the network is built.
-"""
+loads them while the network is built."""
 
 from __future__ import annotations
 

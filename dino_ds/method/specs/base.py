@@ -1,8 +1,6 @@
-"""The contracts of the specs of loss terms and of teachers, ours and users'. No torch here.
-
-The log's first lines, metrics, plots, schedules, checks, predictions and resumes read only specs: to add a term or a
-teacher, write its spec and the class that the spec builds, and nothing else.
-"""
+"""The contracts of the specs of loss terms and of teachers, ours and users'. No torch here. The log's first lines,
+metrics, plots, schedules, checks, predictions and resumes read only specs: to add a term or a teacher, write its spec
+and the class that the spec builds, and nothing else."""
 
 from __future__ import annotations
 
@@ -77,10 +75,8 @@ class TermSpec:
     name: str
     weight: Ramp
 
-    label: ClassVar[str] = ""
-    """The loss in a few words, as a plot names it."""
-    reads_patches: ClassVar[bool] = False
-    """Whether the term needs a backbone with patch features."""
+    label: ClassVar[str] = ""  # the loss in a few words, as a plot names it
+    reads_patches: ClassVar[bool] = False  # whether the term needs a backbone with patch features
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: RecipeSections) -> TermSpec:
@@ -138,10 +134,8 @@ class TeacherSpec:
     name: str
     sees: tuple[str, ...] = (GLOBAL,)
 
-    label: ClassVar[str] = ""
-    """The teacher in a few words, as predictions name it."""
-    follows: ClassVar[bool] = False
-    """Whether the teacher is an average of the student's weights."""
+    label: ClassVar[str] = ""  # the teacher in a few words, as predictions name it
+    follows: ClassVar[bool] = False  # whether the teacher is an average of the student's weights
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:

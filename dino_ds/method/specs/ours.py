@@ -1,7 +1,5 @@
-"""Specs of dino_ds's own loss terms and teachers: what they need, refuse and log, without torch.
-
-Source of Gram anchoring: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
-"""
+"""Specs of dino_ds's own loss terms and teachers: what they need, refuse and log, without torch. Source of Gram
+anchoring: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3."""
 
 from __future__ import annotations
 
@@ -126,8 +124,7 @@ class KoLeoSpec(TermSpec):
         return step.together if self.ranks == "all" else step.micro_batch
 
 
-GRAM = "gram"
-"""The name of the term, of its teacher and of the crop group that only this teacher sees."""
+GRAM = "gram"  # the name of the term, of its teacher and of the crop group that only this teacher sees
 
 
 @dataclass(frozen=True)
@@ -226,8 +223,7 @@ class GramTeacherSpec(TeacherSpec):
         return problems[:1] + side_problems(sides, recipe.model.backbone, recipe.model.side_multiple)
 
 
-PRESERVE, START = "preserve", "start"
-"""The names of the term and of its teacher."""
+PRESERVE, START = "preserve", "start"  # the names of the term and of its teacher
 
 
 @dataclass(frozen=True)

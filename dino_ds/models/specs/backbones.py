@@ -1,6 +1,5 @@
 """The backbones that dino_ds builds, by timm's names, and the part of a network that is trained, as plain numbers: no
-torch, so that help and planner stay light.
-"""
+torch, so that help and planner stay light."""
 
 from __future__ import annotations
 
@@ -64,18 +63,16 @@ def parse_trained(text: str) -> str:
 
 @dataclass(frozen=True)
 class ViTSpec(BackboneSpec):
-    """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
-
-    `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
-    `layer_scale` is the initial value of LayerScale, None for none. `rope`: rotary positions (DINOv3) instead of
-    learned ones, with coordinates normalized by each side ("separate") or the larger or smaller one ("max", "min"), and
-    periods from 1 to `rope_base`, or between the two periods given. `qkv_bias`, with RoPE, is a bias of queries and
-    values; keys have none. `rms_norm` replaces LayerNorm; `cls_norm`: the CLS token has its own final norm;
-    `local_cls_norm`: in training the CLS token of local crops has another one. With `registers` tokens (after the CLS
-    token) the position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`, for
-    a ViT that timm has no name for, is the timm model that becomes this ViT with these numbers. `norm_eps` is
-    LayerNorm's epsilon; weights of other projects may have been trained with another.
-    """
+    """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size. `mlp_ratio` is timm's: SwiGLU's
+    packed first layer has `int(width * mlp_ratio)` outputs, gate and value together. `layer_scale` is the initial value
+    of LayerScale, None for none. `rope`: rotary positions (DINOv3) instead of learned ones, with coordinates normalized
+    by each side ("separate") or the larger or smaller one ("max", "min"), and periods from 1 to `rope_base`, or between
+    the two periods given. `qkv_bias`, with RoPE, is a bias of queries and values; keys have none. `rms_norm` replaces
+    LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training the CLS token of local
+    crops has another one. With `registers` tokens (after the CLS token) the position embedding covers the patches only:
+    timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name for, is the timm model
+    that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; weights of other projects may have been
+    trained with another."""
 
     told_by_tensors: ClassVar[bool] = True
     title = "Vision Transformer"
@@ -224,8 +221,7 @@ VITS: dict[str, ViTSpec] = {
     "vit_7b_patch16_dinov3": replace(_DINOV3, width=4096, depth=40, heads=32, swiglu=True),
 }
 
-BACKBONES: dict[str, BackboneSpec] = {**VITS}
-"""Every backbone that dino_ds builds itself."""
+BACKBONES: dict[str, BackboneSpec] = {**VITS}  # every backbone that dino_ds builds itself
 
 
 def backbone_spec(name: str) -> BackboneSpec:

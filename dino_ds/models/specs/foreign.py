@@ -1,6 +1,5 @@
 """Backbones that dino_ds does not build itself: any timm model that gives features, and a user's own module. Their
-facts are known, and checked, once they are built on the meta device, without memory.
-"""
+facts are known, and checked, once they are built on the meta device, without memory."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from dino_ds.models.specs.base import BackboneSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_PROBES = (224, 256, 64)
-"""Sides in pixels of trial images, tried in this order until a network takes one."""
+_PROBES = (224, 256, 64)  # sides in pixels of trial images, tried in this order until a network takes one
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 """Arguments with which timm's models take sizes other than their native one."""
 SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
