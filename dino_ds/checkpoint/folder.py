@@ -1,13 +1,9 @@
-"""The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest.
-
-A checkpoint is written under another name, and valid once its folder is renamed. It is used only if every byte is as
-its manifest says. It has no random-number state: data, augmentation and stochastic depth follow from (seed, epoch,
-index).
-
+"""The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest. A
+checkpoint is written under another name, and valid once its folder is renamed. It is used only if every byte is as its
+manifest says. It has no random-number state: data, augmentation and stochastic depth follow from (seed, epoch, index).
 Checkpoints are saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank
 reports that it has written by the flags that each step exchanges anyway. All ranks decide on the commit after the same
-step, with two small host gathers.
-"""
+step, with two small host gathers."""
 
 from __future__ import annotations
 
@@ -58,10 +54,8 @@ class Checkpoints:
 
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
         """Choose the checkpoint of step `wanted` or the newest intact one, of the run `run_id`; all ranks must call it.
-
         `accept` raises CheckpointError for a checkpoint that cannot be resumed. Raises CheckpointError on all ranks if
-        there are checkpoints and none is intact, or `wanted` is absent or damaged.
-        """
+        there are checkpoints and none is intact, or `wanted` is absent or damaged."""
         steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
             raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
@@ -108,10 +102,8 @@ class Checkpoints:
 
     def tidy(self, step: int) -> list[str]:
         """On rank 0, clear up before training continues from `step`; returns lines for the log. Raises OSError.
-
         Half-written folders are removed. Checkpoints of later steps are set aside, and removed once training has
-        reached their step again.
-        """
+        reached their step again."""
         if distributed.rank() != 0 or not self.folder.is_dir():
             return []
         for path in self.folder.iterdir():
@@ -142,10 +134,8 @@ class Checkpoints:
             replace_file(self.folder / "latest", step_name(step) + "\n")
 
     def commit(self, manifest: Manifest) -> Path:
-        """Make the written folder, whose files are verified, the newest checkpoint, on rank 0. Raises OSError.
-
-        If the process dies here, `latest` names the new checkpoint or the one before.
-        """
+        """Make the written folder, whose files are verified, the newest checkpoint, on rank 0. Raises OSError. If the
+        process dies here, `latest` names the new checkpoint or the one before."""
         written, folder = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
         replace_file(written / manifests.MANIFEST, manifests.sealed(manifest.model_dump()))
         if os.path.lexists(folder):
@@ -228,11 +218,8 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 
 class SaveCost(NamedTuple):
-    """The cost of the last checkpoint, the same on all ranks.
-
-    stall_seconds: how long training stood still, on the slowest rank; seconds: time until the commit; bytes: size on
-    all ranks.
-    """
+    """The cost of the last checkpoint, the same on all ranks. stall_seconds: how long training stood still, on the
+    slowest rank; seconds: time until the commit; bytes: size on all ranks."""
 
     stall_seconds: float
     seconds: float
@@ -241,10 +228,8 @@ class SaveCost(NamedTuple):
 
 class Saving:
     """Saves checkpoints; every rank calls the same methods after the same steps, and at most one save is being written.
-
     Args: `flags` has "saved" and "save_failed"; without `background` the tensors themselves are written while training
-    waits, and no copy in host memory is made. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint.
-    """
+    waits, and no copy in host memory is made. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint."""
 
     def __init__(
         self, checkpoints: Checkpoints, flags: RankFlags, background: bool, finish: Callable[[Path], None]
@@ -282,11 +267,9 @@ class Saving:
         manifest: dict[str, Any],
         wait: bool,
     ) -> list[str]:
-        """Save this rank's `tensors` and `whole`, which all ranks hold; returns lines for the log.
-
-        `manifest`: fields of Manifest without layouts and files. With `wait` the save is committed on return. Raises
-        StorageError on all ranks if that fails, or if it was the third save in a row that failed.
-        """
+        """Save this rank's `tensors` and `whole`, which all ranks hold; returns lines for the log. `manifest`: fields
+        of Manifest without layouts and files. With `wait` the save is committed on return. Raises StorageError on all
+        ranks if that fails, or if it was the third save in a row that failed."""
         lines: list[str] = []
         if self._pending is not None and self._pending.manifest != manifest:
             lines += self._wait_and_commit(must=False)
@@ -308,10 +291,8 @@ class Saving:
         return lines
 
     def finish(self, must: bool = False) -> list[str]:
-        """Wait for the save that is being written, if any; returns lines for the log. All ranks must call this.
-
-        With `must` a failure raises StorageError on all ranks; else it is a line, unless it is the third in a row.
-        """
+        """Wait for the save that is being written, if any; returns lines for the log. All ranks must call this. With
+        `must` a failure raises StorageError on all ranks; else it is a line, unless it is the third in a row."""
         return self._wait_and_commit(must) + self._wait_for_tasks(must)
 
     def _start(self, files: manifests.Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:

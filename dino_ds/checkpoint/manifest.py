@@ -1,11 +1,8 @@
 """Writes and reads a checkpoint's files so that damage is noticed: with checksums in a manifest, synced, read back.
-
 step_00000500/ has manifest.json, rank_00000.safetensors (each rank's part of student and optimizer) and
-whole_00000.safetensors (teacher and center, each tensor in the file of one rank).
-
-The files are not written by safetensors' `save_file`, which copies all tensors first and holds Python's lock while it
-writes: here the bytes go from the tensors' own memory to the file, and other threads run meanwhile.
-"""
+whole_00000.safetensors (teacher and center, each tensor in the file of one rank). The files are not written by
+safetensors' `save_file`, which copies all tensors first and holds Python's lock while it writes: here the bytes go from
+the tensors' own memory to the file, and other threads run meanwhile."""
 
 from __future__ import annotations
 
@@ -47,9 +44,7 @@ class FileRecord:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
     """Write a safetensors file of tensors on any device, with `about` in its header, and verify it by reading it back.
-
-    Raises OSError if the disk is full, can't be written to, or returns other bytes than were written.
-    """
+    Raises OSError if the disk is full, can't be written to, or returns other bytes than were written."""
     size = crc = 0
     with path.open("wb", buffering=0) as file:
         for piece in _content(tensors, about):
@@ -101,8 +96,7 @@ def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[m
             yield data[begin : begin + _PIECE_BYTES]
 
 
-Files = dict[str, dict[str, Tensor]]
-"""File name -> the tensors in the file by name."""
+Files = dict[str, dict[str, Tensor]]  # file name -> the tensors in the file by name
 
 
 def rank_file(rank: int) -> str:
@@ -131,11 +125,9 @@ def bytes_of(files: Files) -> int:
 
 @dataclass
 class PendingSave:
-    """A save that a thread is writing. `number` is its flag in a step; `manifest`, `layout`: see Saving.save.
-
-    bytes: size on all ranks; begun: start by the performance counter; stalled: seconds that training waited; records:
-    the written files; error: why writing failed.
-    """
+    """A save that a thread is writing. `number` is its flag in a step; `manifest`, `layout`: see Saving.save. bytes:
+    size on all ranks; begun: start by the performance counter; stalled: seconds that training waited; records: the
+    written files; error: why writing failed."""
 
     number: int
     manifest: dict[str, Any]
@@ -185,8 +177,7 @@ def as_os_error(error: Exception, where: Path) -> OSError:
 
 
 MANIFEST = "manifest.json"
-WHOLE = "whole_"
-"""Beginning of the names of the files that hold the teacher, its heads and the centers."""
+WHOLE = "whole_"  # beginning of the names of the files that hold the teacher, its heads and the centers
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 KEPT = "kept"
 """The key of `Manifest.state` with the step of an older checkpoint that is kept: its teacher is the best so far."""
@@ -196,12 +187,9 @@ Whole = Annotated[int, Field(ge=0)]
 
 
 class Manifest(BaseModel):
-    """Everything about a checkpoint but its tensors.
-
-    images: the training images (see `dino_ds.data.sources`); frozen_teacher: source and digest of the teacher that is
-    distilled, or None; state: position and counters of the run; layouts: one per rank, of its tensors (see
-    `dino_ds.engine.state`); files: lengths and checksums by name.
-    """
+    """Everything about a checkpoint but its tensors. images: the training images (see `dino_ds.data.sources`);
+    frozen_teacher: source and digest of the teacher that is distilled, or None; state: position and counters of the
+    run; layouts: one per rank, of its tensors (see `dino_ds.engine.state`); files: lengths and checksums by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,8 +1,6 @@
-"""The memory that a step needs on one device: tensors of a rehearsed micro-batch, and of the engine beside it.
-
-Only tensors count, as in a GPU's allocator; libraries, the GPU's context and fragmentation come on top. The engine's
-part is arithmetic. Tests compare both with the tensors of a DeepSpeed engine and of a real step.
-"""
+"""The memory that a step needs on one device: tensors of a rehearsed micro-batch, and of the engine beside it. Only
+tensors count, as in a GPU's allocator; libraries, the GPU's context and fragmentation come on top. The engine's part is
+arithmetic. Tests compare both with the tensors of a DeepSpeed engine and of a real step."""
 
 from __future__ import annotations
 
@@ -98,10 +96,8 @@ def estimate_memory(
 
 def state_bytes(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> dict[str, int]:
     """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
-
     ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights
-    are the teacher's own tensors where they are not sharded.
-    """
+    are the teacher's own tensors where they are not sharded."""
     zero, element, sizes = config.raw["zero_optimization"], element_bytes(config), facts.sizes
     total, trained = sum(sizes.values()), sum(facts.trained.values())
     copied = trained if config.precision == "fp32" and config.stage < 3 else total

@@ -1,11 +1,9 @@
 """Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors, and
-records what their operators hold and compute: bytes alive after each, and FLOPs.
-
-Fake tensors have shapes and no memory. The rehearsal sees whatever a term, a teacher or a backbone does, and names none
-of them. It does not see DeepSpeed's part: the bare network takes the engine's place. A multiply-add is 2 FLOPs; matrix
-products, convolutions and attention count. Formulas are those of torch's counter, except for operators for which torch
-has none or a wrong one.
-"""
+records what their operators hold and compute: bytes alive after each, and FLOPs. Fake tensors have shapes and no
+memory. The rehearsal sees whatever a term, a teacher or a backbone does, and names none of them. It does not see
+DeepSpeed's part: the bare network takes the engine's place. A multiply-add is 2 FLOPs; matrix products, convolutions
+and attention count. Formulas are those of torch's counter, except for operators for which torch has none or a wrong
+one."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ class RecordedPart:
 
 class Recorder(TorchDispatchMode):
     """Records the operators in its context; `known` tensors, and tensors that share memory with them, do not count.
-
-    live: bytes of all other storages that are alive.
-    done: elements of the finished gradients, which are freed at once.
+    live: bytes of all other storages that are alive. done: elements of the finished gradients, which are freed at once.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -233,10 +229,8 @@ def rehearse(
     on_gpu: bool,
     recorder: Callable[[Iterable[Tensor]], Recorder] = Recorder,
 ) -> dict[str, Any]:
-    """Rehearse a micro-batch of `images` with the crops `groups`, and return its `StepCosts` as plain JSON.
-
-    recorder: makes the recorder of the step, from the tensors that exist before it.
-    """
+    """Rehearse a micro-batch of `images` with the crops `groups`, and return its `StepCosts` as plain JSON. recorder:
+    makes the recorder of the step, from the tensors that exist before it."""
     _read_widths(recipe, settings.frozen)
     if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
         for _ in range(2):  # the first collection may release another engine

@@ -1,6 +1,5 @@
 """The costs of a recipe's micro-batch, FLOPs and memory, by rehearsals of its exact size or of two sizes with a line
-through them; results stay in the user's cache folder, and those need no torch.
-"""
+through them; results stay in the user's cache folder, and those need no torch."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 _UNUSABLE = OSError, RuntimeError
 """Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
 _T = TypeVar("_T")
-_known: dict[str, Any] = {}
-"""The values in the cache that this process has read or made, by the names of their files."""
+_known: dict[str, Any] = {}  # the values in the cache that this process has read or made, by the names of their files
 _ELSEWHERE: dict[str, Any] = {
     **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
     **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
@@ -56,12 +54,10 @@ so small that rehearsing many images takes minutes: there larger sizes always us
 def step_costs(
     recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True, groups: tuple[CropGroup, ...] | None = None
 ) -> StepCosts:
-    """The costs of the config's micro-batch with the crops `groups`, by default those of the largest resolution.
-
-    exact: rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and
-    with two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the
-    values of tensors.
-    """
+    """The costs of the config's micro-batch with the crops `groups`, by default those of the largest resolution. exact:
+    rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and with
+    two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the values
+    of tensors."""
     groups = groups or recipe.groups
     images, sizes = config.micro_batch, _LINES[on_gpu]
     exact = exact and (on_gpu or images <= sizes[-1])
@@ -128,15 +124,10 @@ def count_parameters(recipe: Recipe) -> int:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of one micro-batch of `images`.
-
-    parts: "teacher NAME" of each teacher, "targets", "student", "loss", "backward".
-    teachers: bytes of each teacher's weights.
-    saved: bytes that autograd keeps for the backward pass.
-    held: bytes of a micro-batch's targets and teachers' outputs that live until its backward pass.
-    crops: bytes of a micro-batch's crops.
-    window: micro-batches that the rehearsal prepared together; a step may prepare more.
-    """
+    """The costs of one micro-batch of `images`. parts: "teacher NAME" of each teacher, "targets", "student", "loss",
+    "backward". teachers: bytes of each teacher's weights. saved: bytes that autograd keeps for the backward pass. held:
+    bytes of a micro-batch's targets and teachers' outputs that live until its backward pass. crops: bytes of a
+    micro-batch's crops. window: micro-batches that the rehearsal prepared together; a step may prepare more."""
 
     images: int
     parts: Mapping[str, PartCosts]
@@ -159,15 +150,10 @@ class PartCosts:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class StudentFacts:
-    """The student's weights.
-
-    sizes: elements by name.
-    frozen: names of weights that are never trained.
-    cast: names of weights that a low-precision teacher copies.
-    groups: (kind of optimizer, elements) of each parameter group.
+    """The student's weights. sizes: elements by name. frozen: names of weights that are never trained. cast: names of
+    weights that a low-precision teacher copies. groups: (kind of optimizer, elements) of each parameter group.
     matrices: (rows, columns, number) of the matrices that Muon orthogonalizes, by parameter group; rows <= columns.
-    statistics: elements of each running mean of the objective.
-    whole_step: whether targets depend on all micro-batches.
+    statistics: elements of each running mean of the objective. whole_step: whether targets depend on all micro-batches.
     """
 
     sizes: Mapping[str, int]
@@ -193,11 +179,9 @@ class StudentFacts:
 @dataclass(frozen=True)
 class RehearsalSettings:
     """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step; frozen: the
-    backbone of teacher.source, None if it is unknown.
-
-    Settings that are not rehearsed have a fixed value, so that one rehearsal serves many configs: compiled blocks
-    and the EMA teacher's low-precision copy, without which its matrices are cast at each use.
-    """
+    backbone of teacher.source, None if it is unknown. Settings that are not rehearsed have a fixed value, so that one
+    rehearsal serves many configs: compiled blocks and the EMA teacher's low-precision copy, without which its matrices
+    are cast at each use."""
 
     precision: str
     checkpoint_blocks: int | str
@@ -284,10 +268,8 @@ def not_counted(recipe: Recipe) -> list[str]:
 
 def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
     """The value of `type_`, which pydantic checks, in the plain JSON that `make` returns, or returned before for the
-    same `about`, what it depends on in plain JSON, and the same code, that of `modules` too.
-
-    A file that holds no such value is replaced. If the folder can't be read or written, only time is lost.
-    """
+    same `about`, what it depends on in plain JSON, and the same code, that of `modules` too. A file that holds no such
+    value is replaced. If the folder can't be read or written, only time is lost."""
     digests = []
     for module in modules:
         with suppress(ImportError, OSError, ValueError):

@@ -1,6 +1,5 @@
 """The step, the phase and the end of each rank: a page of shared memory by which a rank tells its monitor without a
-system call, and the files that the monitors write into RUN/heartbeats.
-"""
+system call, and the files that the monitors write into RUN/heartbeats."""
 
 from __future__ import annotations
 
@@ -21,16 +20,13 @@ from dino_ds.basics.files import append_whole, discard, replacing
 from dino_ds.basics.ranges import PARTS
 
 T = TypeVar("T")
-LIMIT_SECONDS = 5.0
-"""Longest time that a file operation may hold up a process: a dead disk is a common cause of a hang."""
+LIMIT_SECONDS = 5.0  # longest time that a file operation may hold up a process: a dead disk is a common cause of a hang
 
 
 class Event(str):
-    """A line of a run's log that also tells programs what happened: an object of events.jsonl.
-
-    kind: what happened; by default the line's first word, if it is padded to nine letters as in "warning  ".
-    detail: whether the screen shows the line only with --verbose; the run's files always have it.
-    """
+    """A line of a run's log that also tells programs what happened: an object of events.jsonl. kind: what happened; by
+    default the line's first word, if it is padded to nine letters, as "warning" is. detail: whether the screen shows
+    the line only with --verbose; the run's files always have it."""
 
     def __new__(cls, line: str, kind: str = "", detail: bool = False, **facts: Any) -> Event:
         event = super().__new__(cls, line)
@@ -108,13 +104,10 @@ STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the
 
 
 class Beat(ctypes.Structure):
-    """One rank's progress, in words of 8 bytes, each written and read atomically.
-
-    moves: how often the phase, the step or its part has changed; ranks do the same things in the same order, so the
-    rank with the fewest moves is behind. step: optimizer steps done. warm: the first step, with its longer time limit,
-    is done. listed: the monitor may write this rank's heartbeat into the run folder. left: the rank no longer needs its
-    monitor.
-    """
+    """One rank's progress, in words of 8 bytes, each written and read atomically. moves: how often the phase, the step
+    or its part has changed; ranks do the same things in the same order, so the rank with the fewest moves is behind.
+    step: optimizer steps done. warm: the first step, with its longer time limit, is done. listed: the monitor may write
+    this rank's heartbeat into the run folder. left: the rank no longer needs its monitor."""
 
     moves: int
     ticks: int
@@ -183,19 +176,15 @@ class Beat(ctypes.Structure):
         return ENDS[self._end]
 
 
-SILENT_SECONDS = 15.0
-"""A rank without a heartbeat for this long counts as gone: its host or its monitor may be."""
+SILENT_SECONDS = 15.0  # A rank without a heartbeat for this long counts as gone: its host or its monitor may be
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank as its monitor last saw it.
-
-    `step`: optimizer steps done. `where`: the phase, or the part of the step. `moves`: see `Beat`. `stopped`: by
-    SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error. `cut_off`: the address of rank 0 if
-    it did not answer when the rank was found to hang.
-    """
+    """One rank as its monitor last saw it. `step`: optimizer steps done. `where`: the phase, or the part of the step.
+    `moves`: see `Beat`. `stopped`: by SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error.
+    `cut_off`: the address of rank 0 if it did not answer when the rank was found to hang."""
 
     rank: int
     host: str
@@ -225,10 +214,8 @@ class Failure:
 
 
 class Heartbeats:
-    """The files of RUN/heartbeats, a new folder for each start of a run.
-
-    Reading and writing never raise for files that a dying run leaves behind, and wait for the disk for a limited time.
-    """
+    """The files of RUN/heartbeats, a new folder for each start of a run. Reading and writing never raise for files that
+    a dying run leaves behind, and wait for the disk for a limited time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
@@ -236,10 +223,8 @@ class Heartbeats:
         self.disk = Disk()
 
     def prepare(self) -> None:
-        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError.
-
-        The folder of an earlier start is kept until `forget_earlier` or `bring_back_earlier`.
-        """
+        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError. The folder of an earlier
+        start is kept until `forget_earlier` or `bring_back_earlier`."""
         new = self._run_dir / "heartbeats.new"
         for left_over in (new, self._before):
             discard(left_over)

@@ -50,9 +50,7 @@ def longest_wait(hang_seconds: float) -> float:
 @contextmanager
 def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> Iterator[Beat]:
     """Let a monitor process watch this rank while the block runs; yields the page that holds the rank's progress.
-
-    hang_seconds: see the recipe; 0: hangs are ignored.
-    """
+    hang_seconds: see the recipe; 0: hangs are ignored."""
     beat = Beat.shared()
     stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
     job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
@@ -94,10 +92,8 @@ def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> 
 
 
 class Failures:
-    """Reports how one rank of a run ends: to its monitor and, once `beat.listed`, to the other ranks.
-
-    Exactly one rank prints the first failure; the others end with its exit code, silently.
-    """
+    """Reports how one rank of a run ends: to its monitor and, once `beat.listed`, to the other ranks. Exactly one rank
+    prints the first failure; the others end with its exit code, silently."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
@@ -105,11 +101,9 @@ class Failures:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Report how the block ends.
-
-        Raises PeerError, with the message and exit code of the cause, instead of an error of the connection; and
-        RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not exit with 0.
-        """
+        """Report how the block ends. Raises PeerError, with the message and exit code of the cause, instead of an error
+        of the connection; and RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not
+        exit with 0."""
         try:
             yield
         except SystemExit as stop:
@@ -219,10 +213,8 @@ class MonitorArguments(NamedTuple):
 
 
 class MonitorProcess:
-    """Monitors one rank; `run` returns when the rank has ended.
-
-    Through the run folder, whose disk may not answer, monitors tell each other about their ranks.
-    """
+    """Monitors one rank; `run` returns when the rank has ended. Through the run folder, whose disk may not answer,
+    monitors tell each other about their ranks."""
 
     def __init__(self, arguments: MonitorArguments) -> None:
         self._arguments, self._run_dir = arguments, Path(arguments.run_dir)

@@ -1,6 +1,5 @@
 """Processes of this machine: a rank as its monitor sees it, what has started it, whether a process still runs; and
-RUN/lock, by which one run at a time writes into a folder.
-"""
+RUN/lock, by which one run at a time writes into a folder."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from dino_ds.basics.files import is_gone
 from dino_ds.errors import NO_SPACE, ConfigError, unwritable
 from dino_ds.health.beat import Beat, create_exclusively
 
-PATIENCE = 3
-"""Factor on `hang_seconds` for start-up, the first step, saves and evaluations."""
+PATIENCE = 3  # factor on `hang_seconds` for start-up, the first step, saves and evaluations
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
 _STACKS_SECONDS = 2.0
@@ -92,11 +90,9 @@ def death_of(pid: int) -> str:
 
 @functools.cache
 def starters() -> tuple[Process, ...]:
-    """The processes that this rank must not outlive, found at the first call, which comes before slow imports.
-
-    They are its parent, unless that may leave jobs running, and what started a parent that is DeepSpeed's launch.py:
-    `deepspeed`, which dies of a signal without handing it on, or the session of ssh on another machine.
-    """
+    """The processes that this rank must not outlive, found at the first call, which comes before slow imports. They are
+    its parent, unless that may leave jobs running, and what started a parent that is DeepSpeed's launch.py:
+    `deepspeed`, which dies of a signal without handing it on, or the session of ssh on another machine."""
     above: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
         parent = psutil.Process().parent()
@@ -201,8 +197,7 @@ class RankProcess:
             self.is_gone(3.0)
 
 
-STALE_SECONDS = 60.0
-"""A lock of another machine is stale if it has not been touched for this long."""
+STALE_SECONDS = 60.0  # A lock of another machine is stale if it has not been touched for this long
 _TRIES = 20
 
 
@@ -226,11 +221,9 @@ class RunLock:
         self._made: list[Path] = []
 
     def acquire(self) -> str:
-        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "".
-
-        Raises ConfigError if a running process holds it, or the folder can't be made or written to. Of several
-        processes that try at the same moment exactly one succeeds.
-        """
+        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "". Raises
+        ConfigError if a running process holds it, or the folder can't be made or written to. Of several processes that
+        try at the same moment exactly one succeeds."""
         mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), find_process(self._pid).ticks)
         note = ""
         try:
@@ -267,10 +260,8 @@ class RunLock:
             os.close(folder)
 
     def check_free(self, rank: int) -> None:
-        """Raise ConfigError if a running process holds the folder. For use before slow imports; takes no lock.
-
-        A rank > 0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone.
-        """
+        """Raise ConfigError if a running process holds the folder. For use before slow imports; takes no lock. A rank >
+        0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone."""
         text, holder = self._read(), self.holder()
         if text is None or (rank and holder is not None and holder.machine != machine()):
             return
@@ -338,10 +329,8 @@ class RunLock:
         )
 
     def _remove_stale(self) -> str:
-        """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running.
-
-        If another machine has just taken the lock, so that this removes its new one, `refresh` tells its holder.
-        """
+        """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running. If
+        another machine has just taken the lock, so that this removes its new one, `refresh` tells its holder."""
         text = self._read()
         if text is None:
             return ""

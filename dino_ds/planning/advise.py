@@ -1,6 +1,5 @@
 """`dino-ds advise`: looks at a sample of the images, and says which settings to train with, why, and what to type. A
-reason without a source says that it is a rule of thumb (docs/notes/advice.md).
-"""
+reason without a source says that it is a rule of thumb (docs/notes/advice.md)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
 
-_SECONDS, _LEAST_SAMPLE = 3.0, 20
-"""Seconds after which no more images are read, once there are _LEAST_SAMPLE."""
+_SECONDS, _LEAST_SAMPLE = 3.0, 20  # seconds after which no more images are read, once there are _LEAST_SAMPLE
 _MANY_IMAGES = 1_000_000
 """Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
 _LEAST_BATCH = 32

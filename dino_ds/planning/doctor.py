@@ -1,7 +1,5 @@
-"""`dino-ds doctor`: what would stop a training on this machine, or on the machines of a hostfile, and the remedies.
-
-Run as a program it examines its own machine: question and answer are JSON on its pipes, which no remote shell reads.
-"""
+"""`dino-ds doctor`: what would stop a training on this machine, or on the machines of a hostfile, and the remedies. Run
+as a program it examines its own machine: question and answer are JSON on its pipes, which no remote shell reads."""
 
 from __future__ import annotations
 
@@ -185,11 +183,9 @@ def _existing_folder(path: str) -> Path:
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """The slots of each machine, in the order of the file. Raises ConfigError that names the line.
-
-    Stricter than DeepSpeed, which passes any text of the file to ssh and to remote shells: a host named
-    "-oProxyCommand=..." runs a command on the launching machine.
-    """
+    """The slots of each machine, in the order of the file. Raises ConfigError that names the line. Stricter than
+    DeepSpeed, which passes any text of the file to ssh and to remote shells: a host named "-oProxyCommand=..." runs a
+    command on the launching machine."""
     hosts: dict[str, int] = {}
     for number, text in enumerate(read_text(path, "a hostfile, one line a machine").split("\n"), 1):
         line = text.strip()

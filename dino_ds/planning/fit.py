@@ -1,6 +1,5 @@
 """Whether a training step fits on a GPU and with how many images, and the ds config that the planner recommends; the
-GPUs that it knows, this machine's resources, and the hours, host memory and disk space that a run needs.
-"""
+GPUs that it knows, this machine's resources, and the hours, host memory and disk space that a run needs."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from dino_ds.method.specs.own import teachers_of
 
 REACHED = 0.3, 0.5
 """Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
-_FP32, _STATE = 4, 12
-"""Bytes of an FP32 weight, and of a trained one's master weight with Adam's two moments."""
+_FP32, _STATE = 4, 12  # bytes of an FP32 weight, and of a trained one's master weight with Adam's two moments
 
 
 class Gpu(NamedTuple):
@@ -190,25 +188,18 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
 
 
 RECOMMENDED = "the recommended config"
-SMALL = "small"
-"""The recipe for few or small images, which takes the least memory of those that learn well."""
-FILLED = 0.97
-"""Share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner."""
-FRAGMENTATION = 0.05
-"""What the allocator loses to fragmentation, as a part of the tensors' size; assumed."""
+SMALL = "small"  # the recipe for few or small images, which takes the least memory of those that learn well
+FILLED = 0.97  # share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner
+FRAGMENTATION = 0.05  # what the allocator loses to fragmentation, as a part of the tensors' size; assumed
 
 
 def fit(
     recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, micro_batch: int | None = None
 ) -> tuple[DsConfig, Memory]:
     """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch; return the
-    config, and the memory that it needs on each GPU, by part with margins.
-
-    micro_batch: taken instead, accumulated to the global batch or just above it, and estimated for a search, which is
-    fast: the costs lie on a line through those of two micro-batches, which alone are rehearsed.
-
-    Raises ConfigError if the batch sizes contradict each other.
-    """
+    config, and the memory that it needs on each GPU, by part with margins. micro_batch: taken instead, accumulated to
+    the global batch or just above it, and estimated for a search, which is fast: the costs lie on a line through those
+    of two micro-batches, which alone are rehearsed. Raises ConfigError if the batch sizes contradict each other."""
     batch = recipe.data.global_batch
     if micro_batch is not None:
         accumulation = -(-batch // (micro_batch * world_size))

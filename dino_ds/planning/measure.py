@@ -304,10 +304,8 @@ class ChildLimits(NamedTuple):
 def run_in_child(
     function: Callable[..., Any], threads: int, limits: ChildLimits | None = None, **kwargs: Any
 ) -> ChildResult:
-    """Call a module's `function` with `kwargs` in new processes, one a rank; the result is rank 0's.
-
-    Arguments and value must be plain JSON. Raises ChildFailed, and ChildOutOfMemory for lack of memory.
-    """
+    """Call a module's `function` with `kwargs` in new processes, one a rank; the result is rank 0's. Arguments and
+    value must be plain JSON. Raises ChildFailed, and ChildOutOfMemory for lack of memory."""
     limits = limits or ChildLimits()
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["OMP_NUM_THREADS"] = str(threads)

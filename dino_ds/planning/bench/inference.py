@@ -30,10 +30,8 @@ Features = Callable[[Tensor], Tensor]
 
 
 def run(options: BenchInferenceOptions) -> Result:
-    """Measure every way to run `model` at every batch size, interleaved, on random images.
-
-    Raises ConfigError, CheckpointError.
-    """
+    """Measure every way to run `model` at every batch size, interleaved, on random images. Raises ConfigError,
+    CheckpointError."""
     if options.random and options.heads is not None:
         raise ConfigError(
             f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"

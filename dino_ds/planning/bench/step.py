@@ -1,6 +1,5 @@
 """`dino-ds bench step`: images/s, TFLOP/s, MFU, memory and the share of each part of the training step; and `dino-ds
-bench ladder`, which adds one optimization at a time to the plain DINO step, and measures what each gains.
-"""
+bench ladder`, which adds one optimization at a time to the plain DINO step, and measures what each gains."""
 
 from __future__ import annotations
 
@@ -43,9 +42,7 @@ _TRACE = "trace.json"
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
     """Measure the step of `recipe` and `ds`, or of two settings with different values of a key: `compare` ("key=a,b").
-
-    Raises ConfigError for a setting that does not exist.
-    """
+    Raises ConfigError for a setting that does not exist."""
     settings = {"step": (recipe, ds)}
     if options.compare is not None:
         key, _, text = options.compare.partition("=")

@@ -1,6 +1,5 @@
 """Searches by measuring: the largest and the fastest micro-batch, loader processes, and what each lever brings. Each
-trial runs in processes of its own, and is kept in a file once it has ended.
-"""
+trial runs in processes of its own, and is kept in a file once it has ended."""
 
 from __future__ import annotations
 
@@ -47,12 +46,9 @@ ENOUGH_WAIT = 0.02
 
 class Search:
     """Tunes the step of a recipe and the ds JSON at `path` on this machine, part by part; what the user changes in it
-    is changed in all others too.
-
-    sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
-    limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
-    pair: the setting as given and the one that was found, measured together at the end; best: the faster one.
-    """
+    is changed in all others too. sizes, levers, loaders: what was measured of each micro-batch, lever and number of
+    loader processes. limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
+    pair: the setting as given and the one that was found, measured together at the end; best: the faster one."""
 
     def __init__(self, recipe: Recipe, path: str, changes: Mapping[str, Any], trials: Trials) -> None:
         self._recipe, self._path, self._changes, self._trials = recipe, path, changes, trials
@@ -191,10 +187,8 @@ class Search:
         return next((result for result in fast if (result.wait or 0.0) <= ENOUGH_WAIT), fast[0]).setting
 
 
-_ONCE = ("optimizer", "center", "ema")
-"""Parts of a step that run once, however many micro-batches it has."""
-SLOW = 0.75
-"""Share of the highest rate below which a setting is not measured again."""
+_ONCE = ("optimizer", "center", "ema")  # parts of a step that run once, however many micro-batches it has
+SLOW = 0.75  # share of the highest rate below which a setting is not measured again
 
 
 @dataclass(frozen=True)
