@@ -186,7 +186,7 @@ class TestFullDisk:
         assert "training continues (1 failed in a row, 3 stop the run)" in run.said[1]
         assert folders(tmp_path) == ["latest", "step_00000001"] and is_that_of(run.choose().saved, 1)
 
-    @pytest.mark.parametrize("mib,good", [(1, 0), (4, 2), (6, 4)])
+    @pytest.mark.parametrize("mib,good", [(1, 0), (4, 2)])
     def test_a_real_full_disk(self, tmp_path, mib, good, monkeypatch):
         """Two checkpoints of 1.6 MB on a disk of a few MiB; without the check of free space, writing meets its end."""
         mount_disk(tmp_path, 1024 * mib)

@@ -238,8 +238,6 @@ def test_gram_crops_lie_as_the_student_s_do(mode):
 REFUSED = [
     ("jitter", "0.4,0.4", r"jitter 0\.4,0\.4 has 2 numbers: give one factor .* such as 0\.4,0\.4,0\.2,0\.1"),
     ("jitter", "3", r"jitter 3 makes the strength of brightness 1\.2: it must be 0 to 1"),
-    ("jitter", "0,0,0,0.6", r"makes the strength of hue 0\.6: it must be 0 to 0\.5"),
-    ("jitter", "strong", r"'strong' is not a number, nor several"),
     ("solarize", "1.5", r"solarize 1\.5 is not a chance: it must be 0 to 1"),
     ("rotation", "90", r"90 is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0\.75"),
 ]

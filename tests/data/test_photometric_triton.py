@@ -71,12 +71,6 @@ def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
     assert_same(interpreted, some, views)
 
 
-@pytest.mark.full
-def test_a_crop_of_224_pixels(interpreted):
-    """The grid and the offsets of training."""
-    assert_same(interpreted, crops(1, 224), [view for view in drawn(2, seed=5) if view.blur_radius and view.jitter][:1])
-
-
 @pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.slow
 def test_other_channels_and_float_crops(interpreted, channels):

@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 
 from dino_ds.cli.main import main, parse, prepare
-from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.sections import fitting_sizes
 from dino_ds.errors import ConfigError
@@ -259,14 +258,6 @@ def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
         assert not any("shown" in line for line in few_images(images, shown))
 
 
-def test_a_length_beyond_the_limit_is_said_by_train():
-    few, line = few_images(120, 600_000)
-    assert few.startswith("120 images are few")
-    assert line.startswith("each of 120 images is shown 5,000 times; LightlyTrain advises 2,000 at most")
-    assert line.endswith('--length "240000 images"')
-    assert len(few_images(600_000 // MOST_PASSES, 600_000)) == 1 and few_images(2000, 600_000) == []
-
-
 def _flags(facts):
     return {name: text for row in advise(facts) for name, text in row.flags.items()}
 
@@ -309,13 +300,6 @@ def test_values_follow_the_images_and_the_batch():
             large, local = fitting_sizes(side, patch, 224)
             assert large % patch == local % patch == 0 and patch <= local < large <= min(side, 224)
     assert fitting_sizes(500, 16, 224) == (224, 96)
-
-
-def test_recipe_continue_is_the_advice_for_fifty_thousand_images():
-    facts = Situation(50_000, 375, gpus=1)
-    flags = _flags(facts)
-    start = {"model.init_from": flags["model.init_from"]}
-    assert load_recipe(facts.recipe, start) == load_recipe(facts.recipe, flags)
 
 
 def test_without_a_gpu_a_small_network_is_taught_by_released_weights_where_these_fit():
