@@ -62,7 +62,7 @@ COMMANDS = {
     "report": "report run",
 }
 READ_BY = {
-    "source": "stage eval embed pictures find curate",
+    "source": "resume stage eval embed pictures find curate",
     "backbone": "start export teacher checkpoint bench",
     "parts": "resume report",
 }

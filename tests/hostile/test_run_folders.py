@@ -19,13 +19,6 @@ pytestmark = pytest.mark.faults
 
 WATCHED = {"head.prototypes": "4", "model.depth": "1", "length": "4 steps", "save_every": "2 steps"}
 WATCHED |= {"eval.every": "2 steps", "eval.k": "3"}
-    "head.prototypes": "4",
-    "model.depth": "1",
-    "save_every": "2 steps",
-    "eval.every": "2 steps",
-    "eval.k": "3",
-    "length": "4 steps",
-}
 
 
 def _train(place: Path, run: str, resume: bool = False, **changes: str) -> str | None:
@@ -76,6 +69,7 @@ DAMAGES = {
     "a pipe": _replaced(os.mkfifo),
     "odd values": _replaced(lambda path: path.write_text('{"run_id": 5, "from": 3, "knn": {"results": {"a": "x"}}}\n')),
     "nested": _replaced(lambda path: path.write_text("[" * 100_000)),
+    "code": _replaced(lambda path: path.write_text(f"!!python/object/apply:os.system ['touch {path}.was_run']")),
 }
 FILES = (
     "config.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "evaluations.json", "events.jsonl", "log.txt",
@@ -94,7 +88,7 @@ def test_what_reads_a_damaged_run_says_so_or_works(place, reader, file, damage):
     DAMAGES[damage](place / "run" / file, place / "other" / file)
     code, lines = run_command(READERS[reader](place))
     assert code in (0, 2, 3), lines
-    assert not any("Traceback" in line for line in lines)
+    assert not any("Traceback" in line for line in lines) and not list(place.rglob("*.was_run"))
     if code:
         assert [line for line in lines if line.startswith("dino_ds: error: ")] and len(lines) <= 12, lines
 
@@ -104,6 +98,7 @@ def test_a_damaged_run_is_resumed_as_the_whole_one_or_refused(place, made, file,
     """The settings come with the command, all else that is learned from the checkpoint."""
     DAMAGES[damage](place / "run" / file, place / "other" / file)
     told = _train(place, "run", resume=True)
+    assert not list(place.rglob("*.was_run"))
     if told is None:
         assert losses_of_steps(place / "run")[-2:] == losses_of_steps(made / "straight")[-2:]
     else:
