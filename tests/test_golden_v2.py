@@ -224,7 +224,7 @@ def test_dinov3(name, stage):
     run_on_ranks(_dinov3, name, stage, world=1)
 
 
-def _dinov2_recipe(name: str) -> Any:
+def dinov2_recipe(name: str) -> Any:
     run = golden_v2_meta()["trajectory_dinov2"]["runs"][name]
     changes = {"objective.centering": "sinkhorn" if run["centering"] == "sinkhorn_knopp" else "softmax"}
     changes |= {} if run["separate_heads"] else {"objective.ibot_head": "shared"}
@@ -234,7 +234,7 @@ def _dinov2_recipe(name: str) -> Any:
 
 def _dinov2(name: str, stage: int) -> None:
     """Train six steps and compare losses, terms, norms and the final networks."""
-    meta, recorded, recipe = golden_v2_meta()["trajectory_dinov2"], golden_v2("trajectory_dinov2"), _dinov2_recipe(name)
+    meta, recorded, recipe = golden_v2_meta()["trajectory_dinov2"], golden_v2("trajectory_dinov2"), dinov2_recipe(name)
     run = meta["runs"][name]
     objective = build_objective(recipe, torch.device("cpu"))
     network = build_network(recipe, PerformanceOptions(), objective=objective)

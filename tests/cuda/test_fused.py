@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dino_ds.config.crops import all_crops
@@ -25,8 +19,7 @@ from dino_ds.data.multicrop import AugmentationParams, MultiCrop
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.method import dino
 from dino_ds.models import blocks, drop_path, positions, prototypes
-from tests.cuda.inductor import code_of, kernels_in, on_an_h200
-from tests.fake_cuda import CUDA, fake_cuda, needs_fake_cuda
+from tests.fake_cuda import CUDA, fake_cuda
 
 K, ROWS, IMAGES, C = 131072, 512, 51, 256  # tiles of ViT-L/14: hidden patches, and images with 2 + 8 crops
 V, ONE = (K,), (1, ROWS, K)
@@ -61,24 +54,6 @@ CASES += [(drop_path._write_draws, (24, 10, 640), range(640)), (drop_path._scale
 CASES += IN_BLOCKS
 
 
-@needs_fake_cuda
-@pytest.mark.full
-def test_no_more_kernels_and_bytes_than_are_counted():
-    """1 %: sums of rows and parts of sums, which are not counted."""
-    for (function, *arguments), kernels in zip(CASES, on_an_h200(_kernels), strict=True):
-        counted = 0.0
-        for name, argument in zip(inspect.signature(function.function).parameters, arguments, strict=True):
-            shapes = argument if isinstance(argument, list) else [argument] if isinstance(argument, tuple) else []
-            counted += function.passes.get(name, 1) * 4 * sum(math.prod(shape) for shape in shapes)
-        assert 1 <= len(kernels) <= function.kernels, kernels
-        assert sum(size for _, size in kernels) <= 1.01 * counted, kernels
-
-
-def _kernels() -> list[list[tuple[str, int]]]:
-    """Name and bytes of the kernels of each case."""
-    return [_kernels_of(function.function, arguments) for function, *arguments in CASES]
-
-
 def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
     """An argument of a case: shapes of tensors, lists of the parts of attention, ranges that are rows, or no tensor."""
     if isinstance(argument, list):
@@ -86,23 +61,6 @@ def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
     if isinstance(argument, range):
         return torch.arange(len(argument))
     return make(argument) if isinstance(argument, tuple) else argument
-
-
-def _kernels_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tuple[str, int]]:
-    codes: list[str] = []
-
-    def compile_it(graph: Any, _: Any) -> Callable[..., Any]:
-        codes.append(code_of(graph))
-        return graph.forward
-
-    how = {"fw_compiler": compile_it, "inference_compiler": compile_it, "keep_inference_input_mutations": True}
-    backend = functools.partial(aot_module_simplified, decompositions=select_decomp_table(), **how)
-    torch._dynamo.reset()
-    with FakeTensorMode(), torch.no_grad():
-        compiled = torch.compile(function, backend=backend, fullgraph=True)
-        compiled(*[_made(argument, torch.empty) for argument in arguments])
-    (code,) = codes
-    return list(kernels_in(code))
 
 
 @pytest.mark.gpu

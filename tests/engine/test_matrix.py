@@ -9,12 +9,9 @@ import itertools
 import pytest
 import torch
 
-from dino_ds.basics.seeds import sample_keys
-from dino_ds.data.feed import Batch
-from dino_ds.engine.engine import Progress
 from dino_ds.engine.optim import OptimizerOptions
 from tests.engine import harness
-from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network
+from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
@@ -106,28 +103,6 @@ def test_micro_batches_equal_one_batch(stage, accumulation, world, kind):
         assert norms == pytest.approx(whole_norms, rel=1e-5)
         torch.testing.assert_close(center, whole_center, rtol=0, atol=1e-6)
         assert _difference_without_key_bias(teacher, whole_teacher) < (1e-6 if world == 1 else 1e-5)
-
-
-def _checkpointed(stage, section):
-    sections = {} if section is None else {"activation_checkpointing": section}
-    step = build_step(ds_config(stage, "fp32", BATCH, **sections), network=tiny_network(drop_path=0.3))
-    elements: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: elements.append(t.numel()) or t, lambda t: t):
-        indices = torch.arange(BATCH)
-        out = step.micro_batch(Batch(crops(indices), sample_keys(0, 0, indices)))
-    assert out.progress is Progress.STEPPED
-    losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
-    return losses, sum(elements)
-
-
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.full)])
-def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
-    plain, plain_elements = run_on_ranks(_checkpointed, stage, None, world=1)[0]
-    every, every_elements = run_on_ranks(_checkpointed, stage, {}, world=1)[0]
-    one, one_elements = run_on_ranks(_checkpointed, stage, {"number_checkpoints": 1}, world=1)[0]
-    assert every_elements < one_elements < plain_elements
-    for losses in (every, one):
-        assert losses == pytest.approx(plain, rel=1e-6)
 
 
 def _difference_without_key_bias(a, b):

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models import batch_norm
-from dino_ds.models.batch_norm import BatchNorm, again, batch_norms, use_own_batch_norm
-from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.prototypes import DinoHead
-from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.specs.foreign import ForeignSpec
+from dino_ds.models.batch_norm import use_own_batch_norm
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 
@@ -189,39 +182,6 @@ def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
         wanted = plain[: len(x)], *(gradient / ranks for gradient in wanted)
         for ours, theirs in zip((*found, own_mean, own_var), (*wanted, mean, var), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # FP32 sums in another order
-
-
-def _recomputed():
-    """The averages after a pass as it is, recomputed as our segments are, and by torch's checkpoint alone."""
-    x, found = _inputs(KINDS["images"][1])[0].requires_grad_(), []
-    for context in (None, lambda: (nullcontext(), again()), lambda: (nullcontext(), nullcontext())):
-        _, ours = _pair("images")
-        out = ours(x) if context is None else checkpoint(ours, x, use_reentrant=False, context_fn=context)
-        x.grad = None
-        out.square().sum().backward()
-        found.append((copied(ours.state_dict()), x.grad.clone()))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_recomputation_counts_a_batch_once(world):
-    for plain, recomputed, twice in run_on_ranks(_recomputed, world=world):
-        assert torch.equal(plain[1], recomputed[1])
-        assert all(torch.equal(plain[0][name], tensor) for name, tensor in recomputed[0].items())
-        assert plain[0]["0.num_batches_tracked"] == 1 and twice[0]["0.num_batches_tracked"] == 2
-
-
-def test_no_batch_norm_of_torch_s_is_left():
-    backbone = ForeignBackbone(ForeignSpec("resnet18", arguments='{"layers": [1, 1, 1, 1]}'), 32, BackboneOptions())
-    head = DinoHead(12, 20, 8, 15, 3).add_batch_norm(synced=False)
-    for network, synced in ((backbone, True), (head, False)):
-        theirs = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        assert theirs and theirs == batch_norms(network)
-        assert all(isinstance(m, BatchNorm) and m.synced is synced for m in theirs)
-    timm_s = nn.Sequential(BatchNormAct2d(4))
-    before = timm_s.state_dict().keys()
-    use_own_batch_norm(timm_s, synced=True)
-    assert isinstance(timm_s[0], BatchNorm) and timm_s.state_dict().keys() == before
 
 
 @pytest.mark.parametrize(

@@ -195,14 +195,3 @@ def test_frozen_scales_are_fused_too():
         with context:
             found.append({n: grad for n, grad in _run(model).items() if grad is not None})
     _assert_equal(*found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_query_has_gradients_on_a_gpu(dtype, request):
-    """Very negative logits of the one query give no NaN without cuDNN, as `build_step` leaves torch."""
-    request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(True))
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (1, 197, 197))
-    torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
-    assert all(t.grad.isfinite().all() for t in (q, k, v))

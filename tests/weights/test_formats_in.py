@@ -26,15 +26,6 @@ SMALL = {"size": 32, "patch": 8, "width": 64, "depth": 2, "heads": 1}
 
 
 class TestFacebook:
-    def test_dino(self, tmp_path):
-        """At the native size and at others, whose positions are resized in its own way."""
-        original = Original(**(SMALL | {"heads": 2}))
-        torch.save(original.state_dict(), tmp_path / "dino.pth")
-        (tmp_path / "dino.json").write_text('{"num_attention_heads": 1}')  # of another file: dino.safetensors, say
-        ours = load(tmp_path / "dino.pth", heads=2)
-        for size in ((32, 32), (40, 24), (64, 64)):
-            assert_same(ours.features(images(*size)), original(images(*size)))
-
     def test_an_mae_with_its_decoder(self, tmp_path):
         original = Original(**SMALL)
         decoder = {"mask_token": torch.zeros(1, 1, 32), "decoder_pos_embed": torch.zeros(1, 17, 32)}

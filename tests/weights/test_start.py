@@ -149,15 +149,6 @@ def test_what_training_alone_needs_of_rotary_vits(tmp_path):
     torch.testing.assert_close(_features(back), _features(theirs), rtol=1e-5, atol=1e-5)
 
 
-def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
-    torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
-    changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
-    said = _start(tmp_path / "a.pth", **changes).started_from
-    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; its mask token is left out" in said
-    assert "hides no patches; it has no head" in said and "heads it has: 2 are assumed, as in this model" in said
-    assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
-
-
 def test_the_log_names_another_range_of_values(tmp_path):
     backbone, path = _start("none").backbone, tmp_path / "a.safetensors"
     about = {"value_range": [0, 4095], "mean": 0.5, "std": 0.2}
