@@ -46,12 +46,13 @@ def _inputs(shape, count=2):
     return [torch.randn(shape, generator=generator) * slope + 2 * slope for _ in range(count)]
 
 
-def _pass(network, x):
+def _pass(network, x, weights=None):
     """Output and the gradients of input and parameters, of a loss that is not the same for all elements."""
+    weights = torch.linspace(-1, 1, x.numel()).view(x.shape) if weights is None else weights
     x = x.clone().requires_grad_()
     network.zero_grad()
     out = network(x)
-    (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    (out.float() * weights).sum().backward()
     return [out.detach(), x.grad, *(parameter.grad.clone() for parameter in network.parameters())]
 
 
@@ -91,20 +92,17 @@ def _one_rank(kind):
     _, ours = _pair(kind)
     rank, ranks = distributed.rank(), distributed.world_size()
     found = []
+    batch = _inputs(KINDS[kind][1])[0]
+    weights = torch.linspace(-1, 1, batch.numel()).view_as(batch).chunk(ranks)[rank]
     for mode in (True, True, False):
-        weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
-        x = _inputs(KINDS[kind][1])[0].chunk(ranks)[rank].clone().requires_grad_()
-        out = ours.train(mode)(x)
-        ours.zero_grad()
-        (out * weights.chunk(ranks)[rank]).sum().backward()
-        found.append([out.detach(), x.grad, *(p.grad.clone() for p in ours.parameters())])
+        found.append(_pass(ours.train(mode), batch.chunk(ranks)[rank], weights))
     return found, copied(ours.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["sequences", "no averages", "timm"])
 def test_two_ranks_equal_one_process_on_the_joint_batch(kind):
     """1e-5: sums in another order, over deviations that are not small beside the means."""
-    (whole, whole_state), *_ = [_one_rank(kind)]
+    whole, whole_state = _one_rank(kind)
     ranks = run_on_ranks(_one_rank, kind)
     close = {"rtol": 1e-5, "atol": 1e-5}
     for i, (out, grad, *of_parameters) in enumerate(whole):
@@ -195,18 +193,6 @@ def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
 def test_others_are_refused(module, message):
     with pytest.raises(ConfigError, match=message):
         use_own_batch_norm(nn.Sequential(module), synced=True)
-
-
-def _evaluates_alone():
-    _, ours = _pair("no averages")
-    return ours.eval()(_inputs(KINDS["no averages"][1])[0]).detach() if distributed.rank() == 0 else None
-
-
-def test_evaluation_asks_no_other_rank():
-    """Ranks evaluate batches of other sizes, or none, with or without running averages."""
-    theirs, _ = _pair("no averages")
-    expected = theirs.eval()(_inputs(KINDS["no averages"][1])[0])
-    assert torch.equal(run_on_ranks(_evaluates_alone)[0], expected)
 
 
 def test_one_value_of_a_channel_is_refused():

@@ -167,23 +167,15 @@ def test_the_mask_token_always_has_a_gradient(masks):
     assert torch.equal(model.mask_token.grad, torch.zeros(1, 32).double())
 
 
-def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch):
+def test_blocks_are_fused_in_training_alone():
     """Features may be of any number of images; a teacher, a copy of a named network, sees those of training."""
     model, seen = _model("rotary"), []
-    named = nn.Sequential(model)
-    fuse_as_in_training(named)
+    fuse_as_in_training(named := nn.Sequential(model))
     with rehearsal("cuda"), listen_to_kernels(lambda *_: nullcontext(seen.append(1))), torch.no_grad():
         plain = model(_crops())[CLS]
         assert not seen
         fused = copy.deepcopy(named)(_crops())[CLS]
-        assert len(seen) >= 4
-        with pytest.raises(TypeError):
-            named(None)
-        seen.clear()
-        model(_crops())
-        monkeypatch.setattr("dino_ds.models.fused._LEAST_BYTES", 2**24)  # these are smaller
-        copy.deepcopy(named)(_crops())
-    assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
+    assert len(seen) >= 4 and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 
 def test_frozen_scales_are_fused_too():
