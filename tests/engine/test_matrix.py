@@ -15,6 +15,7 @@ from tests.engine.harness import build_step, ds_config, fp32_student, run_window
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
+from tests.test_golden import without_key_bias
 
 WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32", "adamw") for stage in (0, 1, 2, 3)] + [(stage, "bf16", "adamw") for stage in (1, 2, 3)]
@@ -42,6 +43,12 @@ def _train(stage, precision, accumulation=1, kind="adamw", **sections):
     return losses, teacher, harness.max_difference(ema, teacher), norms, step.objective.statistics["center"].value
 
 
+def _difference(a, b):
+    return harness.max_difference(
+        *({name: without_key_bias(name, tensor) for name, tensor in x.items()} for x in (a, b))
+    )
+
+
 @functools.cache
 def reference(precision, kind="adamw"):
     # Muon gives weak directions the length of strong ones, and with them the roundings of sums over ranks in bf16.
@@ -57,10 +64,10 @@ def test_two_ranks_equal_one_process(stage, precision, kind):
     results = run_on_ranks(_train, stage, precision, 1, kind)
     losses, teacher, _, _, center = reference(precision, kind)
     rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (1e-2, 4e-4)
-    assert _difference_without_key_bias(teacher, tiny_network().state_dict()) > 4 * atol, "the teacher has moved"
+    assert _difference(teacher, tiny_network().state_dict()) > 4 * atol, "the teacher has moved"
     for rank_losses, rank_teacher, ema_error, _, rank_center in results:
         assert rank_losses == pytest.approx(losses, rel=rtol)
-        assert _difference_without_key_bias(rank_teacher, teacher) < atol
+        assert _difference(rank_teacher, teacher) < atol
         torch.testing.assert_close(rank_center, center, rtol=0, atol=1e-5 if precision == "fp32" else 1e-2)
         assert ema_error < 1e-7, "the teacher is the FP32 EMA of the masters, to the last rounding of an FP32 lerp"
     first, second = results
@@ -85,7 +92,7 @@ def test_teacher_follows_the_masters_of_every_layout(stage, layout):
     for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(LAYOUTS[layout])):
         assert ema_error < 1e-7
         assert losses == pytest.approx(reference("bf16")[0], rel=1e-2)
-        assert _difference_without_key_bias(teacher, reference("bf16")[1]) < 4e-4
+        assert _difference(teacher, reference("bf16")[1]) < 4e-4
 
 
 PARTS = [(0, 4, 1, "adamw"), (1, 4, 1, "adamw"), (3, 4, 1, "adamw"), (2, 2, 2, "adamw"), (1, 4, 1, "muon")]
@@ -102,15 +109,4 @@ def test_micro_batches_equal_one_batch(stage, accumulation, world, kind):
         assert losses == pytest.approx(whole_losses, rel=1e-5)
         assert norms == pytest.approx(whole_norms, rel=1e-5)
         torch.testing.assert_close(center, whole_center, rtol=0, atol=1e-6)
-        assert _difference_without_key_bias(teacher, whole_teacher) < (1e-6 if world == 1 else 1e-5)
-
-
-def _difference_without_key_bias(a, b):
-    """The keys' bias has a true gradient of 0: Adam follows its rounding (see test_golden)."""
-    worst = 0.0
-    for name in a:
-        left, right = a[name], b[name]
-        if name.endswith("attn.qkv.bias"):
-            left, right = (torch.cat((t.chunk(3)[0], t.chunk(3)[2])) for t in (left, right))
-        worst = max(worst, float((left - right).abs().max()))
-    return worst
+        assert _difference(teacher, whole_teacher) < (1e-6 if world == 1 else 1e-5)

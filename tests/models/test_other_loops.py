@@ -1,4 +1,4 @@
-"""Our networks in other people's training loops: whole ones, and losses and sums over ranks against plain operators.
+"""Our networks in other people's training loops: whole ones, and losses against plain operators.
 
 Tolerances, relative to the largest value: FP32 sums in another order 1e-5; values rounded to bf16 or fp16, at other
 places than plain operators round them, a few units of 2^-8 or 2^-11.
@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dino_ds.basics.seeds import sample_keys
-from dino_ds.engine.distributed import GatherRows
 from dino_ds.method.gram import tiled_gram_loss
-from dino_ds.method.spread import _SumOverRanks
-from dino_ds.models import batch_norm, network
+from dino_ds.models import batch_norm
 from dino_ds.models.base import CLS
 from dino_ds.models.prototypes import Comparison, Logits, Prototypes
 from dino_ds.models.specs.backbones import ViTSpec
@@ -64,12 +62,9 @@ def _gram(x: Tensor, y: Tensor) -> Tensor:
 
 Function = Callable[..., Any]
 FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
-    "no gradient": (network._ZeroGrad.apply, lambda x: x.detach() + 0 * x, ((6, 8),)),
     "prototypes": (_tiled, _compared, ((6, 4), (10, 4))),
     "Gram": (tiled_gram_loss, _gram, ((2, 5, 8), (2, 5, 4))),
-    "rows of all ranks": (GatherRows.apply, lambda x: x * 1, ((2, 3, 8),)),
-    "sum over ranks": (_SumOverRanks.apply, lambda x: x * 1, ((6, 8),)),
-}  # fmt: skip
+}
 LOW = {"autocast": 2e-2, "autocast of the forward alone": 2e-2, "bf16": 4e-2, "fp16": 5e-3}
 MODES = ("plain", "autocast", "autocast of the forward alone", "bf16", "fp16", "recomputed", "recomputed in autocast")
 

@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dino_ds.config.ds_schema import PerformanceOptions
@@ -25,7 +24,7 @@ from dino_ds.weights.export import export_timm
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.start import as_source
 from tests.reference import from_reference_v2, golden_v2
-from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
+from tests.run.harness import TINY
 from tests.sample import sampled
 from tests.weights.originals import Original, assert_same, images
 
@@ -124,35 +123,6 @@ def test_a_mask_token_that_only_one_of_the_two_has(tmp_path, registers):
     network = _start(tmp_path / "timm", **flags)
     assert torch.equal(network.backbone.mask_token, torch.zeros(1, 48))
     assert "it has no mask token: our own starts at zero; " in network.started_from
-
-
-RUN = {
-    "model.backbone": "vit_small_patch14_reg4_dinov2", "model.pos_embed_interpolation": "antialias",
-    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
-    "objective.freeze_prototypes": "0 steps", "head.learned_lengths": "true", "ibot_head.learned_lengths": "true",
-    "ibot_head.prototypes": "40", "ibot_head.hidden": "24", "ibot_head.bottleneck": "8",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("dinov2")
-    image_folder(place / "images")
-    assert train_alone(place / "images", place / "run", max_steps=3, changes=RUN) is None
-    return place
-
-
-def test_heads_and_mask_token_of_a_run_by_name(place):
-    model, whole = load(place / "run"), whole_tensors(place / "run", 3)
-    assert model.heads.keys() == {"head", "ibot_head"} and not model.notes
-    for head, tensors in model.heads.items():
-        prefix = f"teacher.{head}."
-        assert {f"{prefix}{name}" for name in tensors} == {name for name in whole if name.startswith(prefix)}
-        assert all(torch.equal(t, whole[f"{prefix}{name}"]) for name, t in tensors.items())
-        assert not torch.all(tensors["prototypes.lengths"] == 1)
-    assert torch.equal(model.mask_token, whole["teacher.backbone.mask_token"]) and model.mask_token.any()
-    assert model.vit.mask_token is None and "mask_token" not in load_file(place / "run/teacher.safetensors")
-    assert {name for name in whole if name.endswith("center")} == {"center", "ibot_center"}
 
 
 KINDS = [name for name, spec in VITS.items() if spec.rope is not None]

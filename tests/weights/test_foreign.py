@@ -27,7 +27,6 @@ from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
-from tests.weights.own import Own
 
 RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
 CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
@@ -84,9 +83,8 @@ class TestIn:
         assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE, MEAN]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", [None, pytest.param("convnext_tiny", marks=pytest.mark.full)])
-    def test_a_convnext_of_facebookresearch(self, tmp_path, name):
-        """As DINOv3's: its final norm twice, the names of ConvNeXt's own code; named or not."""
+    def test_a_convnext_of_facebookresearch(self, tmp_path):
+        """As DINOv3's: its final norm twice, the names of ConvNeXt's own code."""
         theirs = randomised(timm.create_model("convnext_tiny", num_classes=0))
         renames = {r"stages\.(\d)\.downsample\.": r"downsample_layers.\1.", "stem": "downsample_layers.0"}
         renames |= {r"\.blocks": "", "conv_dw": "dwconv", r"mlp\.fc": "pwconv", r"head\.norm": "norm"}
@@ -96,7 +94,7 @@ class TestIn:
         }
         tensors |= {f"norms.3.{key}": tensors[f"norm.{key}"] for key in ("weight", "bias")}
         torch.save(tensors, tmp_path / "a.pth")
-        ours = load(tmp_path / "a.pth", backbone=name)
+        ours = load(tmp_path / "a.pth")
         assert ours.title == "convnext_tiny" and ours.notes == [SIZE, MEAN]
         assert_same(ours.features(_images()), theirs(_images()))
 
@@ -161,13 +159,6 @@ def _start(recipe: Recipe) -> Network:
 
 
 class TestStart:
-    def test_a_class_that_the_recipe_names(self, tmp_path):
-        model, place = _exported("own", "safetensors", tmp_path)
-        found = _start(_recipe(place, OWN)).backbone.state_dict()
-        assert all(torch.equal(found[name], t) for name, t in model.network.state_dict().items())
-        torch.save(Own(4, 12).state_dict(), tmp_path / "a.pth")
-        assert "17 tensors" not in _start(_recipe(tmp_path / "a.pth", OWN)).started_from
-
     @pytest.mark.parametrize(
         ("spec", "changes", "words"),
         [
@@ -183,11 +174,9 @@ class TestStart:
             _start(_recipe(place, spec, **changes))
         assert "\n" not in str(caught.value)
 
-    def test_from_source(self, tmp_path):
+    def test_from_source_has_the_weights_arguments(self, tmp_path):
         _, place = _exported("resnet", "timm", tmp_path)
-        asked = {"model.backbone": "from_source", "model.arguments": "{}"}
-        assert as_source(_recipe(place, **asked), None).model.spec() == RESNET
-        other = _recipe(place, **asked | {"model.arguments": '{"layers": [3, 1, 1, 1]}'})
+        other = _recipe(place, **{"model.backbone": "from_source", "model.arguments": '{"layers": [3, 1, 1, 1]}'})
         with pytest.raises(ConfigError, match=r"arguments .* has no effect: .* takes those of the weights"):
             as_source(other, None)
 

@@ -167,12 +167,6 @@ class TestRefused:
         assert "\n" not in line and str(path) in line
         return line
 
-    @pytest.mark.parametrize("part", [0.1, 0.99])
-    def test_truncated(self, tmp_path, part):
-        path = self._saved(tmp_path)
-        path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
-        assert "is not a readable" in self._line(path)
-
     @pytest.mark.parametrize(
         ("change", "says"),
         [
