@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,6 @@ from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.method.build import build_network, build_step
 from dino_ds.method.step import TrainingStep
-from dino_ds.models.batch_norm import batch_norms
 from tests.engine.harness import crops, ds_config, fp32_student, max_difference, run_windows
 from tests.engine.test_state import Memory
 from tests.ranks import run_on_ranks
@@ -205,7 +203,6 @@ def _rules():
         step = build(recipe, 1)
         teacher = step.teachers["ema"]
         buffers = dict(teacher.network.named_buffers())
-        assert {id(b) for n in batch_norms(teacher.network) for b in n.buffers()} == {id(b) for b in buffers.values()}
         start = copied(buffers)
         trained = train(recipe, step, 0, 3)
         end = copied(buffers)
@@ -218,9 +215,7 @@ def test_rules_of_the_teacher_s_batch_norm():
     (rules,) = run_on_ranks(_rules, world=1)
     for rule, ((four, two), start, end, _) in rules.items():
         alone = torch.allclose(four[:2], two, rtol=0, atol=1e-6)
-        assert alone is (rule != "reference"), (
-            "features in training depend on the batch with the reference's rule alone"
-        )
+        assert alone is (rule != "reference"), "features depend on the batch with the reference's rule alone"
         moved = {name for name in start if not torch.equal(start[name], end[name])}
         assert moved == (set() if rule == "frozen" else set(start))
     theirs = rules["ema"][3].buffers
@@ -230,6 +225,3 @@ def test_rules_of_the_teacher_s_batch_norm():
             assert (tensor - theirs[name]).abs().max() < (start[name] - theirs[name]).abs().max(), "follows the student"
         else:
             assert torch.equal(tensor, theirs[name])
-    for one, other in itertools.combinations(rules, 2):
-        assert rules[one][3].losses[0] != rules[other][3].losses[0] or {one, other} == {"ema", "frozen"}
-        assert rules[one][3].losses[-1] != rules[other][3].losses[-1]

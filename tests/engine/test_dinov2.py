@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Progress
-from dino_ds.method import frozen
 from dino_ds.method.build import build_network, build_step
-from dino_ds.models.base import is_cast
 from dino_ds.weights.frozen import digest
-from tests.engine.harness import ds_config, inputs_of, max_difference, mean_over_ranks, run_step
+from tests.engine.harness import ds_config, max_difference, mean_over_ranks, run_step
 from tests.planning.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -224,21 +221,3 @@ def test_two_ranks_equal_one_process_under_a_frozen_teacher(frozen_teacher, stag
     for losses, ema in run_on_ranks(_distil, frozen_teacher, stage, **changes):
         assert losses == pytest.approx(alone[0], rel=1e-5)
         assert max_difference(ema, alone[1]) < 1e-5
-
-
-def test_low_precision_is_stored_and_equal_to_autocast(frozen_teacher):
-    """The matrices lie in bf16: what FP32 ones under autocast give, bit for bit, in half the memory."""
-    (stored, small), (cast, large) = (
-        run_on_ranks(_bf16_outputs, frozen_teacher, low, world=1)[0] for low in (True, False)
-    )
-    assert all(torch.equal(stored[name], cast[name]) for name in stored) and small < 0.6 * large
-
-
-def _bf16_outputs(source, stored):
-    recipe = frozen_recipe(source)
-    with mock.patch.object(frozen, "is_cast", is_cast if stored else lambda module: False):
-        step = build_step(recipe, ds_config(1, "bf16", BATCH), 10)
-    teacher, inputs = step.teachers["frozen"], inputs_of(recipe, torch.arange(4))
-    seen = {"global": inputs.crops["global"]}
-    outputs = {name: logits.rows for name, logits in teacher(seen, inputs.masks).items()}
-    return outputs, sum(p.nbytes for p in teacher.backbone.parameters())

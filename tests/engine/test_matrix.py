@@ -44,9 +44,8 @@ def _train(stage, precision, accumulation=1, kind="adamw", **sections):
 
 
 def _difference(a, b):
-    return harness.max_difference(
-        *({name: without_key_bias(name, tensor) for name, tensor in x.items()} for x in (a, b))
-    )
+    states = ({name: without_key_bias(name, tensor) for name, tensor in state.items()} for state in (a, b))
+    return harness.max_difference(*states)
 
 
 @functools.cache
