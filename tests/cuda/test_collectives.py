@@ -25,8 +25,7 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.rehearse import _frozen_source, _inputs, _single_rank_recipe
-from dino_ds.costs.step_costs import frozen_spec
+from dino_ds.costs.rehearse import _inputs, _single_rank_recipe
 from dino_ds.data.feed import Batch
 from dino_ds.engine import engine as deepspeed_engine
 from dino_ds.engine.engine import Progress
@@ -126,8 +125,7 @@ def a_step(recipe: Recipe, rank: int) -> list[Collective]:
         stack.enter_context(mock.patch(manager, contextlib.nullcontext))
         stack.enter_context(mock.patch("torch.cuda.Event"))
         collectives = stack.enter_context(rank_of_eight(rank))
-        source = _frozen_source(recipe, frozen_spec(recipe))
-        objective = build_objective(recipe, CUDA, source)
+        objective = build_objective(recipe, CUDA)
         features, queries = objective.student_features(), objective.queries
         student = gpu.module(build_meta(recipe, performance, queries, features), torch.bfloat16).train()
         engine: Any = PlayedEngine(student, gpu)
@@ -160,7 +158,6 @@ OBJECTIVES = {
     "coding_rate": ("small", {}, {"allreduce": 3}),
     "dinov2": ("dinov2_vits14", SINKHORN, {"allgather": 1, "allreduce": 10}),
     "dinov3": ("quickstart_gram", {}, {"allreduce": 1}),
-    "distillation": ("distill_vits16", {}, {"allreduce": 9}),
 }
 
 

@@ -70,8 +70,7 @@ def test_a_run_starts_from_its_teacher_heads_and_mask_token_included(saved):
     assert "(dinov2): 35 tensors of the backbone; the head too (8 tensors); the ibot_head too (8 tensors)" in said
 
 
-@pytest.mark.parametrize("head", ["head", "ibot_head"])
-def test_heads_that_one_of_the_two_lacks(tmp_path, head):
+def test_heads_that_one_of_the_two_lacks(tmp_path):
     theirs = _recorded()
     torch.save({"teacher": {n: t for n, t in theirs.items() if n[:9] != "ibot_head"}}, tmp_path / "tied.pth")
     assert "the head too (8 tensors); it has no ibot_head: our own" in _start(tmp_path / "tied.pth").started_from
@@ -81,39 +80,17 @@ def test_heads_that_one_of_the_two_lacks(tmp_path, head):
     recipe["model.init_from"] = str(tmp_path / "own.pth")
     network = build_network(load_recipe(None, recipe), PerformanceOptions())
     assert "the head too (8 tensors); its ibot_head is not used" in network.started_from
-    network = _start(tmp_path / "own.pth", **{f"{head}.learned_lengths": "false"})
-    said = r"its prototypes' lengths \(0\.9\d+ to 1\.\d+\) are left out: they are 1 here \(--(\w+)\.learned_lengths\)"
-    assert re.search(said, network.started_from)[1] == head
+    network = _start(tmp_path / "own.pth", **{"ibot_head.learned_lengths": "false"})
+    said = (
+        r"its prototypes' lengths \(0\.9\d+ to 1\.\d+\) are left out: they are 1 here \(--ibot_head\.learned_lengths\)"
+    )
+    assert re.search(said, network.started_from)
 
 
-def _released(tmp_path, registers: int, size: int = 32) -> tuple[Original, dict[str, str]]:
-    """A file such as dinov2_vits14_pretrain.pth, at another native size than the run's if asked; what builds it."""
-    original = Original(size, 4, 48, 2, 3, v2=True, registers=registers)
-    torch.save(original.state_dict(), tmp_path / "a.pth")
-    way = "antialias" if registers else "dino"
-    kind = "reg4_" if registers else ""
-    return original, {"model.backbone": f"vit_small_patch14_{kind}dinov2", "model.pos_embed_interpolation": way}
-
-
-@pytest.mark.parametrize("size", [32, 48])
-@pytest.mark.parametrize("registers", [0, 4])
-def test_a_released_backbone_continues_with_its_mask_token_and_registers(tmp_path, registers, size):
-    original, flags = _released(tmp_path, registers, size)
-    network = _start(tmp_path / "a.pth", **flags)
-    assert torch.equal(network.backbone.mask_token, original.mask_token)
-    assert not registers or torch.equal(network.backbone.reg_token, original.register_tokens)
-    assert "it has no head: our own starts anew; it has no ibot_head: our own starts anew" in network.started_from
-    assert ("resized" in network.started_from) == (size != 32)
-    if size == 32:
-        images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-        ours = network.backbone.eval().features(images).detach()
-        torch.testing.assert_close(ours, original(images), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("registers", [0, 4])
-def test_a_mask_token_that_only_one_of_the_two_has(tmp_path, registers):
+def test_a_mask_token_that_only_one_of_the_two_has(tmp_path):
     """Said in a few words: left out where nothing is hidden; zero where the file has none, as timm's."""
-    _, flags = _released(tmp_path, registers)
+    torch.save(Original(32, 4, 48, 2, 3, v2=True, registers=4).state_dict(), tmp_path / "a.pth")
+    flags = {"model.backbone": "vit_small_patch14_reg4_dinov2", "model.pos_embed_interpolation": "antialias"}
     plain = load_recipe(None, {**TINY, **TOY, **flags, "model.init_from": str(tmp_path / "a.pth")})
     network = build_network(plain, PerformanceOptions())
     assert network.backbone.mask_token is None
