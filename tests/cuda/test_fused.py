@@ -1,8 +1,7 @@
-"""Fused functions and augmentation: counted as Inductor makes them; a GPU gives what the operators of a CPU do."""
+"""Fused functions give on a GPU what the operators of a CPU do; launches and traffic of the augmentation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ CASES = [
 ]
 S, N, HEADS, D = 20, 201, 16, 1024  # a part of the global crops of DINOv3 ViT-L/16, and of its tokens
 TOKENS, KEPT, SCALES, PIECE, TABLE = (S * N, D), range(S * N), (S * N, 1), (S, N, HEADS, 64), (2, N - 5, 32)
-IN_BLOCKS = [
+CASES += [
     (blocks._normed, TOKENS, (D,), (D,), 1e-6, torch.float32),
     (blocks._summed_and_normed, TOKENS, TOKENS, (D,), (D,), (D,), 1e-6),
     (positions.write_rotated, (S, N, 3, HEADS, 2, 32), [PIECE] * 3, TABLE, 2, False),
@@ -49,18 +48,18 @@ IN_BLOCKS = [
     (drop_path._gradient, TOKENS, None, SCALES, KEPT, torch.float32),
     (drop_path._gradients, TOKENS, TOKENS, (D,), None, None),
     (drop_path._gradients, TOKENS, TOKENS, (D,), SCALES, KEPT),
+    (drop_path._write_draws, (24, 10, 640), range(640)),
+    (drop_path._scales_of, (12, 2, 6400), 0.0, 0.1),
 ]
-CASES += [(drop_path._write_draws, (24, 10, 640), range(640)), (drop_path._scales_of, (12, 2, 6400), 0.0, 0.1)]
-CASES += IN_BLOCKS
 
 
-def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:
+def _made(argument: Any) -> Any:
     """An argument of a case: shapes of tensors, lists of the parts of attention, ranges that are rows, or no tensor."""
     if isinstance(argument, list):
-        return [make(one).transpose(1, 2) for one in argument]
+        return [_made(one).transpose(1, 2) for one in argument]
     if isinstance(argument, range):
         return torch.arange(len(argument))
-    return make(argument) if isinstance(argument, tuple) else argument
+    return torch.rand([min(n, 4099) for n in argument]) if isinstance(argument, tuple) else argument
 
 
 @pytest.mark.gpu
@@ -69,7 +68,7 @@ def test_compiled_is_the_same(case):
     """FP32 sums in another order."""
     function, *arguments = case
     torch.manual_seed(0)
-    given = [_made(x, lambda shape: torch.rand([min(n, 4099) for n in shape])) for x in arguments]
+    given = [_made(argument) for argument in arguments]
     there = tree_map_only(torch.Tensor, torch.Tensor.cuda, given)
     with torch.no_grad():
         expected, found = function.function(*given), function(*there)

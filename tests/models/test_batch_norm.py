@@ -1,4 +1,4 @@
-"""BatchNorm: torch's numbers, the same over ranks as on one process, and a batch counted once."""
+"""BatchNorm: torch's numbers, the same over ranks as on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU computes by fused functions is what the operators of a CPU give; counted are the kernels that it takes."""
+"""What a GPU computes by fused functions is what the operators of a CPU give."""
 
 from __future__ import annotations
 
