@@ -152,12 +152,12 @@ def _trajectory(stage, freeze):
         expected_state = from_reference_names(recorded, f"{freeze}.{kind}.")
         assert state.keys() == expected_state.keys()
         for name, tensor in expected_state.items():
-            ours, theirs = _without_key_bias(name, state[name]), _without_key_bias(name, tensor)
+            ours, theirs = without_key_bias(name, state[name]), without_key_bias(name, tensor)
             # Adam turns rounding into parts of a step of size lr where a gradient is all but zero.
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _without_key_bias(name, tensor):
+def without_key_bias(name, tensor):
     """The keys' bias moves every score of a row alike, so its true gradient is 0 and Adam follows the rounding."""
     if not name.endswith("attn.qkv.bias"):
         return tensor

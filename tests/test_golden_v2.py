@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,6 @@ from dino_ds.data.feed import Batch
 from dino_ds.data.multicrop import with_rows
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method import gram
 from dino_ds.method.build import build_by_spec, build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.dino import DinoTerm, IbotTerm, SinkhornKnopp
@@ -82,27 +82,16 @@ DINOV3_RUNS = {
 }  # fmt: skip
 
 
-class _RecordedSchedules:
+def _recorded_schedules(recipe: Any, name: str) -> Any:
     """Our schedules, except for values that the recorded run was given step by step."""
-
-    def __init__(self, recipe: Any, name: str) -> None:
-        runs = golden_v2_meta()["trajectory_dinov3"]["runs"]
-        self._ours, self._schedules = build_schedules(recipe, 2), runs["gram"]["schedules"]
-        self._steps = runs[name]["steps"]
-
-    def at(self, step: int) -> ScheduleValues:
-        i, ours = min(step, 3), self._ours.at(step)
-        recorded, given = self._steps[i], self._schedules
-        assert recorded["teacher_temp"] == given["teacher_temp"][i]
+    runs, ours, values = golden_v2_meta()["trajectory_dinov3"]["runs"], build_schedules(recipe, 2), []
+    for i, recorded in enumerate(runs[name]["steps"]):
+        kinds = ("lr", "weight_decay", "teacher_momentum", "teacher_temp")
+        given = {kind: runs["gram"]["schedules"][kind][i] for kind in kinds}
+        assert recorded["teacher_temp"] == given["teacher_temp"]
         weights = {"dino_local": recorded["dino_local_loss_weight"], "gram": recorded.get("gram_loss_weight", 0.0)}
-        return replace(
-            ours,
-            lr=given["lr"][i],
-            weight_decay=given["weight_decay"][i],
-            teacher_momentum=given["teacher_momentum"][i],
-            teacher_temp=given["teacher_temp"][i],
-            weights={**ours.weights, **weights},
-        )
+        values.append(replace(ours.at(i), **given, weights=ours.at(i).weights | weights))
+    return SimpleNamespace(at=lambda step: values[min(step, 3)])
 
 
 def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective: Objective) -> Teachers:
@@ -164,8 +153,7 @@ def _dinov3(name: str, stage: int) -> None:
     config = ds_config(stage, "fp32", 4, gradient_clipping=0.5)
     engine = Engine(network, config, optimizer_options(recipe.optimizer))
     teachers = _teachers_of(name, recipe, config, engine, objective)
-    schedules: Any = _RecordedSchedules(recipe, name)
-    step = TrainingStep(engine, teachers, objective, schedules, recipe.groups)
+    step = TrainingStep(engine, teachers, objective, _recorded_schedules(recipe, name), recipe.groups)
     frozen = copied(teachers[FROZEN].network.state_dict()) if name == "distillation" else {}
     for i, expected in enumerate(run["steps"]):
         crops = {"global": [*images[f"step{i}.global"]], "local": [*images[f"step{i}.local"]]}
@@ -224,7 +212,7 @@ def test_dinov3(name, stage):
     run_on_ranks(_dinov3, name, stage, world=1)
 
 
-def _dinov2_recipe(name: str) -> Any:
+def dinov2_recipe(name: str) -> Any:
     run = golden_v2_meta()["trajectory_dinov2"]["runs"][name]
     changes = {"objective.centering": "sinkhorn" if run["centering"] == "sinkhorn_knopp" else "softmax"}
     changes |= {} if run["separate_heads"] else {"objective.ibot_head": "shared"}
@@ -234,7 +222,7 @@ def _dinov2_recipe(name: str) -> Any:
 
 def _dinov2(name: str, stage: int) -> None:
     """Train six steps and compare losses, terms, norms and the final networks."""
-    meta, recorded, recipe = golden_v2_meta()["trajectory_dinov2"], golden_v2("trajectory_dinov2"), _dinov2_recipe(name)
+    meta, recorded, recipe = golden_v2_meta()["trajectory_dinov2"], golden_v2("trajectory_dinov2"), dinov2_recipe(name)
     run = meta["runs"][name]
     objective = build_objective(recipe, torch.device("cpu"))
     network = build_network(recipe, PerformanceOptions(), objective=objective)

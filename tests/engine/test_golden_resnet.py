@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.feed import Batch
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import Lars
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.ema import EmaTeacher
 from dino_ds.method.networks import optimizer_options
@@ -37,21 +37,13 @@ RECIPE = {
 TEACHER_TEMPS = (0.04, 0.055, 0.07, 0.07)
 
 
-class _RecordedSchedules:
+def _recorded_schedules(recipe: Any, run: dict[str, Any]) -> Any:
     """Ours, but for what the recorded run was given by step."""
-
-    def __init__(self, recipe: Any, run: dict[str, Any]) -> None:
-        self._ours, self._run = build_schedules(recipe, 1), run
-
-    def at(self, step: int) -> ScheduleValues:
-        i = min(step, 3)
-        return replace(
-            self._ours.at(step),
-            lr=self._run["lr"][i],
-            weight_decay=self._run["weight_decay_first_group"][i],
-            teacher_momentum=self._run["teacher_momentum"][i],
-            teacher_temp=TEACHER_TEMPS[i],
-        )
+    ours, values = build_schedules(recipe, 1), []
+    for i, temp in enumerate(TEACHER_TEMPS):
+        given = {"lr": run["lr"][i], "weight_decay": run["weight_decay_first_group"][i], "teacher_temp": temp}
+        values.append(replace(ours.at(i), teacher_momentum=run["teacher_momentum"][i], **given))
+    return SimpleNamespace(at=lambda step: values[min(step, 3)])
 
 
 def _initial(name: str, recorded: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,8 +65,7 @@ def _trajectory(name: str, stage: int) -> None:
     config, objective = ds_config(stage, "fp32", 4), build_objective(recipe, torch.device("cpu"))
     engine = Engine(network, config, optimizer_options(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
-    schedules: Any = _RecordedSchedules(recipe, run)
-    step = TrainingStep(engine, teachers, objective, schedules, recipe.groups)
+    step = TrainingStep(engine, teachers, objective, _recorded_schedules(recipe, run), recipe.groups)
     loss_limit = 10 * max(run["sensitivity"]["relative_change_of_total_by_step"])
     for i, expected in enumerate(run["losses"]):
         views = [*recorded[f"step{i}.global"], *recorded[f"step{i}.local"]]

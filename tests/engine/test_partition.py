@@ -54,7 +54,7 @@ def _teacher_at_the_start(recipe: Recipe, stage: int, precision: str, **sections
     return copied(step.teachers["ema"].state())
 
 
-@pytest.mark.parametrize("backbone", ["vit_small_patch16_224", "vit_giant_patch14_reg4_dinov2"])
+@pytest.mark.parametrize("backbone", ["vit_small_patch16_224", "vit_small_plus_patch16_dinov3_qkvb"])
 def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
     size = {"model.patch_size": "8", "model.depth": "3", "model.width": "96", "model.heads": "3"}
     recipe = load_recipe("vits16", TWIN | size | {"model.backbone": backbone})

@@ -167,23 +167,15 @@ def test_the_mask_token_always_has_a_gradient(masks):
     assert torch.equal(model.mask_token.grad, torch.zeros(1, 32).double())
 
 
-def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch):
+def test_blocks_are_fused_in_training_alone():
     """Features may be of any number of images; a teacher, a copy of a named network, sees those of training."""
     model, seen = _model("rotary"), []
-    named = nn.Sequential(model)
-    fuse_as_in_training(named)
+    fuse_as_in_training(named := nn.Sequential(model))
     with rehearsal("cuda"), listen_to_kernels(lambda *_: nullcontext(seen.append(1))), torch.no_grad():
         plain = model(_crops())[CLS]
         assert not seen
         fused = copy.deepcopy(named)(_crops())[CLS]
-        assert len(seen) >= 4
-        with pytest.raises(TypeError):
-            named(None)
-        seen.clear()
-        model(_crops())
-        monkeypatch.setattr("dino_ds.models.fused._LEAST_BYTES", 2**24)  # these are smaller
-        copy.deepcopy(named)(_crops())
-    assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
+    assert len(seen) >= 4 and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 
 def test_frozen_scales_are_fused_too():
@@ -195,14 +187,3 @@ def test_frozen_scales_are_fused_too():
         with context:
             found.append({n: grad for n, grad in _run(model).items() if grad is not None})
     _assert_equal(*found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_query_has_gradients_on_a_gpu(dtype, request):
-    """Very negative logits of the one query give no NaN without cuDNN, as `build_step` leaves torch."""
-    request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(True))
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (1, 197, 197))
-    torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
-    assert all(t.grad.isfinite().all() for t in (q, k, v))

@@ -1,9 +1,7 @@
-"""What a GPU computes by fused functions is what the operators of a CPU give; counted are the kernels that it takes."""
+"""What a GPU computes by fused functions is what the operators of a CPU give."""
 
 from __future__ import annotations
 
-import dataclasses
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +10,10 @@ from torch import Tensor
 
 from dino_ds.basics.ranges import rehearsal
 from dino_ds.method.dino import SinkhornKnopp
-from dino_ds.method.ema import _low_precision_copy
 from dino_ds.models import fused as fused_module
 from dino_ds.models import prototypes
-from dino_ds.models.fused import fuse_as_in_training, fuses, listen_to_kernels, uncompiled
-from dino_ds.models.network import Network
+from dino_ds.models.fused import fuses, uncompiled
 from dino_ds.models.prototypes import Comparison, Logits, Prototypes
-from dino_ds.models.specs.backbones import VITS
-from dino_ds.models.vit import VisionTransformer
 
 K, C, IMAGES = 203, 12, 9
 OTHERS = {"crops": 2, "exclude_own": True, "others": 0.3}
@@ -89,26 +83,3 @@ def test_nothing_is_fused_before_it_is_proven_nor_where_nothing_is_compiled(monk
     with uncompiled():
         assert not fuses(tensor)
     assert fuses(tensor)
-
-
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_small_patch16_dinov3_qkvb"])
-@torch.no_grad()
-def test_a_teacher_s_sums_are_fused_with_the_norms_after_them(name: str, monkeypatch: pytest.MonkeyPatch):
-    """From block to block too, equal to the bit; its biases of queries and values are concatenated once a step."""
-    arch = dataclasses.replace(VITS[name], width=48, heads=3, depth=3)
-    torch.manual_seed(0)
-    network = Network(VisionTransformer(arch, 32), {}, {}, ["cls"]).eval()
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    running, (copies, originals) = _low_precision_copy(network, torch.bfloat16)
-    torch._foreach_copy_(copies, originals)
-    fuse_as_in_training(running)
-    monkeypatch.setattr(fused_module, "_LEAST_BYTES", 0)
-    images, kernels = {"global": [torch.randn(4, 3, 32, 32)]}, []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = network(images)["cls"]
-        with rehearsal("cuda"), listen_to_kernels(lambda count, _: nullcontext(kernels.append(count))):
-            found = running(images)["cls"]
-    assert torch.equal(found, expected)
-    others = 5 if arch.rope else 0  # rotations, of the last block's queries by themselves, and LayerScale's last sum
-    assert sum(kernels) == 2 * arch.depth + others, "the first norm, and each sum but the last with a norm"

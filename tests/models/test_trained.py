@@ -78,19 +78,12 @@ def test_which_weights_are_trained(what, trained):
 
 
 def test_adapters_draw_nothing_from_the_random_numbers_of_others():
-    (_, one), state = _adapted(SWIGLU), torch.random.get_rng_state()
-    adapters = {n: t for n, t in adapters_in(one.state_dict()).items() if n.endswith("lora_a") and t.shape == (4, 32)}
-    torch.manual_seed(5)
-    place = TrainedPlacer(one, 0, lambda _: None)
-    before = torch.random.get_rng_state()
+    _, one = _adapted(SWIGLU)
+    place, before = TrainedPlacer(one, 0, lambda _: None), torch.random.get_rng_state()
     for module in one.modules():
         place(module)
     assert torch.equal(torch.random.get_rng_state(), before)
-    again = one.state_dict()
-    assert all(torch.equal(again[name], tensor) for name, tensor in adapters.items())
-    assert len({float(t.sum()) for t in adapters.values()}) == len(adapters)
-    assert not any(tensor.any() for name, tensor in adapters_in(again).items() if name.endswith("lora_b"))
-    torch.random.set_rng_state(state)
+    assert not any(tensor.any() for name, tensor in one.state_dict().items() if name.endswith("lora_b"))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from torch import nn
 from dino_ds.basics.seeds import sample_keys
 from dino_ds.models import positions
 from dino_ds.models.attention import QueryKeyValue
-from dino_ds.models.base import CLS, init_weights_in_pieces, patches_of
-from dino_ds.models.blocks import PatchProjection
+from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, step_key
 from dino_ds.models.packing import Packing
 from dino_ds.models.positions import RopeTables, resize_positions
@@ -84,21 +83,14 @@ def test_equals_timm_forward_and_gradient(name, changes):
 
 
 def test_initial_weights():
-    """Tokens deviate by 0.02 (to 1 %), mask token and biases are zeros, LayerScale as given; in pieces as whole."""
+    """Tokens deviate by 0.02 (to 1 %), mask token and biases are zeros, LayerScale as given."""
     arch = replace(VITS["vit_small_plus_patch16_dinov3_qkvb"], width=4096, depth=0, heads=64, patch_size=1)
     vit = VisionTransformer(arch, 2, BackboneOptions(mask_token=True))
     for tokens in (vit.cls_token, vit.reg_token):
         assert float(tokens.detach().std()) == pytest.approx(0.02, rel=0.05)
     assert not vit.mask_token.any()
-    narrow = replace(arch, width=48, depth=2, heads=3, patch_size=4, local_cls_norm=True)
-    torch.manual_seed(0)
-    whole = VisionTransformer(narrow, 8, BackboneOptions(mask_token=True))
-    with torch.device("meta"):
-        pieces = VisionTransformer(narrow, 8, BackboneOptions(mask_token=True))
-    torch.manual_seed(0)
-    init_weights_in_pieces(pieces, lambda module: None)
-    assert all(torch.equal(t, pieces.state_dict()[name]) for name, t in whole.state_dict().items())
-    block = whole.blocks[0]
+    narrow = replace(arch, width=48, depth=2, heads=3, patch_size=4)
+    block = VisionTransformer(narrow, 8, BackboneOptions(mask_token=True)).blocks[0]
     assert not block.attn.q_bias.any() and not block.attn.v_bias.any() and not block.mlp.fc1_g.bias.any()
     assert torch.all(block.gamma_1 == 1e-5)
     assert float(block.mlp.fc1_g.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
@@ -121,19 +113,6 @@ def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height,
     gradients = [torch.autograd.grad((out * weights).sum(), patches)[0] for out in (ours, theirs)]
     for a, b in ((ours, theirs), gradients):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * float(b.detach().abs().max()))
-
-
-@pytest.mark.parametrize("channels, side, size", [(3, 16, (96, 80)), (5, 14, (70, 60))])
-def test_patches_are_embedded_as_by_a_convolution(channels, side, size):
-    """Values and gradients are equal in double precision; 60 pixels are 4 patches of 14, and the rest is left out."""
-    torch.manual_seed(0)
-    conv = PatchProjection(channels, 32, side, side).double()
-    images = torch.randn(2, channels, *size, dtype=torch.float64)
-    theirs = F.conv2d(images, conv.weight, conv.bias, stride=side).flatten(2).transpose(1, 2)
-    ours = conv(images)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(out.square().sum(), tuple(conv.parameters())) for out in (ours, theirs)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 class TestStochasticDepth:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers import StdConv2d
 from torch import Tensor, nn
 
 import dino_ds.cli.main as cli
@@ -38,12 +37,11 @@ allow_code([OWN.name, f"{__name__}:Branches", f"{__name__}:Normed"])
 
 
 class Branches(nn.Module):
-    """Two convolutions of the images, which standardise their weights or not."""
+    """Two convolutions of the images."""
 
-    def __init__(self, in_chans: int, standardised: bool = False) -> None:
+    def __init__(self, in_chans: int) -> None:
         super().__init__()
-        kind = StdConv2d if standardised else nn.Conv2d
-        self.fine, self.coarse = kind(in_chans, 8, 4, 4, padding=0), kind(in_chans, 8, 8, 4, padding=2)
+        self.fine, self.coarse = nn.Conv2d(in_chans, 8, 4, 4), nn.Conv2d(in_chans, 8, 8, 4, padding=2)
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.fine(images) + self.coarse(images)
@@ -132,15 +130,6 @@ def test_weights_for_any_channels_start_a_run_on_any(tmp_path, before, after):
     assert ("adapted" in network.started_from) == (before != after)
     if before == after:
         assert torch.equal(network.backbone.patch_embed.proj.weight, theirs.patch_embed.proj.weight)
-
-
-def test_where_gray_images_may_have_other_features_it_is_said(tmp_path):
-    """A convolution that standardises its weights loses what they were divided by."""
-    spec = replace(BRANCHES, arguments='{"standardised": true}')
-    start = Start(spec, spec.name, "safetensors")
-    _, place = start.write(tmp_path)
-    said = build_network(_recipe(start, place, 6), PerformanceOptions()).started_from
-    assert "; gray images keep their features unless it standardizes its weights" in said
 
 
 def test_what_is_no_convolution_of_the_images_is_refused(tmp_path):

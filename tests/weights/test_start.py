@@ -71,7 +71,6 @@ def _huggingface(folder, kind: str, **changes):
         return model(pixel_values=IMAGES).last_hidden_state[:, 0]
 
 
-ROPE = "rope separate, not None"
 GATED = {"num_register_tokens": 4, "use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 256}
 GATED |= {"query_bias": False, "value_bias": False}  # zero ones go into a network without any and back
 
@@ -81,13 +80,7 @@ GATED |= {"query_bias": False, "value_bias": False}  # zero ones go into a netwo
     ("kind", "changes", "said", "flags"),
     [
         ("Dinov2", {}, "it has layer scale True, not False;", "--model.backbone vit_small_patch14_dinov2"),
-        (
-            "DINOv3ViT",
-            {"intermediate_size": 256},
-            ROPE,
-            "--model.backbone vit_tiny_patch16_dinov3_qkvb --model.registers 0",
-        ),
-        ("DINOv3ViT", GATED, ROPE, "--model.backbone vit_small_plus_patch16_dinov3"),
+        ("DINOv3ViT", GATED, "rope separate, not None", "--model.backbone vit_small_plus_patch16_dinov3"),
         ("ViT", {"num_attention_heads": 8}, "it has heads 8, not 2;", "--model.heads 8"),
         (
             "Dinov2WithRegisters",
@@ -110,19 +103,12 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
         torch.testing.assert_close(_features(build_network(recipe, PerformanceOptions())), theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "said"),
-    [
-        ("ViT", {"intermediate_size": 192}, "patch_size 8, .*layer scale False, MLP outputs 192"),
-        ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 6}, ".*swiglu True, .*layer scale True, MLP outputs 512"),
-    ],
-)
-def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
-    _huggingface(tmp_path, kind, **changes)
-    for start in (lambda: _start(tmp_path), lambda: _from_source(tmp_path)):
-        with pytest.raises(CheckpointError, match=f"dino_ds builds no network with {said}") as caught:
-            start()
-        assert "\n" not in str(caught.value)
+def test_what_no_recipe_builds_is_named(tmp_path):
+    _huggingface(tmp_path, "ViT", intermediate_size=192)
+    for start in (_start, _from_source):
+        with pytest.raises(CheckpointError, match=r"builds no network with patch_size 8, .*MLP outputs 192") as e:
+            start(tmp_path)
+        assert "\n" not in str(e.value)
 
 
 @pytest.mark.slow
@@ -147,15 +133,6 @@ def test_what_training_alone_needs_of_rotary_vits(tmp_path):
     assert "it has no biases of queries and values: ours start at zero" in back.started_from
     assert "it has no norm for CLS tokens of local crops: our own starts anew" in back.started_from
     torch.testing.assert_close(_features(back), _features(theirs), rtol=1e-5, atol=1e-5)
-
-
-def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
-    torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
-    changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
-    said = _start(tmp_path / "a.pth", **changes).started_from
-    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; its mask token is left out" in said
-    assert "hides no patches; it has no head" in said and "heads it has: 2 are assumed, as in this model" in said
-    assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
 
 
 def test_the_log_names_another_range_of_values(tmp_path):

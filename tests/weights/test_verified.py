@@ -32,7 +32,10 @@ from tests.sample import sampled
 from tests.weights.originals import write_native
 from tests.weights.test_weights import _backbone
 
-CHANGES = {"save_every": "2 steps", "keep_checkpoints": "2", "model.depth": "1"}
+CHANGES = {
+    "save_every": "2 steps", "keep_checkpoints": "2", "model.depth": "1", "crops.mask": "dinov2",
+    "objective.ibot_weight": "1", "ibot_head.prototypes": "40", "ibot_head.hidden": "24", "ibot_head.bottleneck": "8",
+}  # fmt: skip
 OLD, NEW = (f"checkpoints/step_{step:08d}" for step in (2, 4))
 
 
@@ -137,7 +140,10 @@ def test_a_checkpoint_s_teacher_is_its_own(run):
     for model, step in ((old, 2), (new, 4)):
         whole = whole_tensors(run, step)
         assert all(torch.equal(t, whole[f"teacher.backbone.{n}"]) for n, t in model.network.state_dict().items())
-        assert all(torch.equal(t, whole[f"teacher.head.{n}"]) for n, t in model.heads["head"].items())
+        assert model.heads.keys() == {"head", "ibot_head"} and model.network.mask_token is None
+        for head, tensors in model.heads.items():
+            assert all(torch.equal(t, whole[f"teacher.{head}.{n}"]) for n, t in tensors.items())
+        assert torch.equal(model.mask_token, whole["teacher.backbone.mask_token"]) and model.mask_token.any()
         assert (model.about["step"], model.notes) == (step, [])
     assert new.about == last.about
     images = torch.randn(2, 3, 32, 32)

@@ -169,13 +169,6 @@ class TestBadInput:
         with pytest.raises(CheckpointError, match=said):
             load(tmp_path / name)
 
-    def test_a_description_of_another_size_is_refused(self, tmp_path):
-        model = _backbone()
-        model.about["timm_arguments"] = {"img_size": 48}
-        FORMATS["safetensors"](model, tmp_path / "a.safetensors")
-        with pytest.raises(CheckpointError, match="the JSON beside the weights describes another network"):
-            load(tmp_path / "a.safetensors")
-
     def test_nothing_there(self, tmp_path):
         with pytest.raises(CheckpointError, match="does not exist"):
             load(tmp_path / "nothing")
@@ -286,13 +279,6 @@ def test_a_processor_that_can_t_be_applied_is_refused(tmp_path, content, says):
     (tmp_path / "hf/preprocessor_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=says):
         load(tmp_path / "hf")
-
-
-def test_a_processor_without_statistics_is_noted(tmp_path):
-    write_native(None, tmp_path / "hf")
-    (tmp_path / "hf/preprocessor_config.json").write_text('{"do_normalize": true}')
-    note = "preprocessor_config.json has no image_mean or image_std: the usual ones are taken"
-    assert note in load(tmp_path / "hf").notes
 
 
 def test_an_export_replaces_nothing(tmp_path):
