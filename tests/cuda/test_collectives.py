@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -25,7 +25,8 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.rehearse import _inputs, _single_rank_recipe
+from dino_ds.costs.rehearse import _frozen_source, _inputs, _single_rank_recipe
+from dino_ds.costs.step_costs import frozen_spec
 from dino_ds.data.feed import Batch
 from dino_ds.engine import engine as deepspeed_engine
 from dino_ds.engine.engine import Progress
@@ -40,6 +41,7 @@ from dino_ds.method.networks import build_meta
 from dino_ds.method.specs.own import teachers_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
+from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.network import Network
 from dino_ds.run.metrics import Meter
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda, needs_fake_cuda
@@ -125,7 +127,8 @@ def a_step(recipe: Recipe, rank: int) -> list[Collective]:
         stack.enter_context(mock.patch(manager, contextlib.nullcontext))
         stack.enter_context(mock.patch("torch.cuda.Event"))
         collectives = stack.enter_context(rank_of_eight(rank))
-        objective = build_objective(recipe, CUDA)
+        source = _frozen_source(recipe, frozen_spec(recipe))
+        objective = build_objective(recipe, CUDA, source)
         features, queries = objective.student_features(), objective.queries
         student = gpu.module(build_meta(recipe, performance, queries, features), torch.bfloat16).train()
         engine: Any = PlayedEngine(student, gpu)
@@ -158,6 +161,7 @@ OBJECTIVES = {
     "coding_rate": ("small", {}, {"allreduce": 3}),
     "dinov2": ("dinov2_vits14", SINKHORN, {"allgather": 1, "allreduce": 10}),
     "dinov3": ("quickstart_gram", {}, {"allreduce": 1}),
+    "distillation": ("distill_vits16", {}, {"allreduce": 9}),
 }
 
 
@@ -208,6 +212,23 @@ def test_collectives_of_the_engine():
         ("alltoall_base", torch.float32),
         ("alltoall_base", torch.float32),
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(64, 32, 28, 28), (640, 256)])
+def test_collectives_of_batch_norm(shape, dtype):
+    """FP32 whatever it normalizes; CUDA's kernels, which fake tensors do not know, are played by shapes alone."""
+    sums = {"batch_norm_stats": 2, "batch_norm_gather_stats_with_counts": 2, "batch_norm_backward_reduce": 4}
+    played = {name: lambda x, *_, n=n, **__: (torch.empty(x.shape[1], device=CUDA),) * n for name, n in sums.items()}
+    like = {name: lambda x, *_: torch.empty_like(x) for name in ("batch_norm_elemt", "batch_norm_backward_elemt")}
+    made = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+    with fake_cuda() as gpu, mock.patch.multiple("torch", **played, **like), rank_of_eight(3) as collectives:
+        network = nn.Sequential(made(shape[1], device="meta"))
+        use_own_batch_norm(network, True)
+        x = torch.empty(shape, device=CUDA, dtype=dtype, requires_grad=True)
+        gpu.backward(gpu.module(network, dtype).train()(x * 1).float().sum())
+    assert [name for name, _ in collectives.called] == ["allgather_base", "allreduce"]
+    assert {tensor[0] for _, tensors in collectives.called for tensor in tensors} == {torch.float32}
 
 
 class OnGpu(Tensor):

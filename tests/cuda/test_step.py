@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.crops import EMA
@@ -156,3 +157,19 @@ def test_what_is_made_of_features():
         nearest(queries, bank, 20)
         raw_pixels(torch.empty(64, 3, 224, 224, device=CUDA))
     gpu.check({})
+
+
+def test_the_fake_gpu_notices_what_a_real_one_would_have_to_wait_for():
+    with fake_cuda() as gpu:
+        x, host = torch.empty(4, 4, device=CUDA), torch.empty(4, 4)
+        with gpu.part("copy"):
+            host.to(CUDA)
+        with gpu.part("mix"), pytest.raises(RuntimeError):
+            x + host
+        with gpu.part("read"), pytest.raises(DataDependentOutputException):
+            float(x.sum())
+        with gpu.part("mask"), pytest.raises(Exception, match="nonzero"):
+            x[x > 0]
+    assert {problem.split(":")[0] for problem in gpu.problems} == {"copy", "mix", "read", "mask"}
+    with pytest.raises(AssertionError, match="copy: _to_copy between host and device"):
+        gpu.check({})

@@ -9,13 +9,15 @@ import itertools
 import pytest
 import torch
 
+from dino_ds.basics.seeds import sample_keys
+from dino_ds.data.feed import Batch
+from dino_ds.engine.engine import Progress
 from dino_ds.engine.optim import OptimizerOptions
 from tests.engine import harness
-from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network
+from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
-from tests.test_golden import without_key_bias
 
 WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32", "adamw") for stage in (0, 1, 2, 3)] + [(stage, "bf16", "adamw") for stage in (1, 2, 3)]
@@ -43,11 +45,6 @@ def _train(stage, precision, accumulation=1, kind="adamw", **sections):
     return losses, teacher, harness.max_difference(ema, teacher), norms, step.objective.statistics["center"].value
 
 
-def _difference(a, b):
-    states = ({name: without_key_bias(name, tensor) for name, tensor in state.items()} for state in (a, b))
-    return harness.max_difference(*states)
-
-
 @functools.cache
 def reference(precision, kind="adamw"):
     # Muon gives weak directions the length of strong ones, and with them the roundings of sums over ranks in bf16.
@@ -63,10 +60,10 @@ def test_two_ranks_equal_one_process(stage, precision, kind):
     results = run_on_ranks(_train, stage, precision, 1, kind)
     losses, teacher, _, _, center = reference(precision, kind)
     rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (1e-2, 4e-4)
-    assert _difference(teacher, tiny_network().state_dict()) > 4 * atol, "the teacher has moved"
+    assert _difference_without_key_bias(teacher, tiny_network().state_dict()) > 4 * atol, "the teacher has moved"
     for rank_losses, rank_teacher, ema_error, _, rank_center in results:
         assert rank_losses == pytest.approx(losses, rel=rtol)
-        assert _difference(rank_teacher, teacher) < atol
+        assert _difference_without_key_bias(rank_teacher, teacher) < atol
         torch.testing.assert_close(rank_center, center, rtol=0, atol=1e-5 if precision == "fp32" else 1e-2)
         assert ema_error < 1e-7, "the teacher is the FP32 EMA of the masters, to the last rounding of an FP32 lerp"
     first, second = results
@@ -91,7 +88,7 @@ def test_teacher_follows_the_masters_of_every_layout(stage, layout):
     for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(LAYOUTS[layout])):
         assert ema_error < 1e-7
         assert losses == pytest.approx(reference("bf16")[0], rel=1e-2)
-        assert _difference(teacher, reference("bf16")[1]) < 4e-4
+        assert _difference_without_key_bias(teacher, reference("bf16")[1]) < 4e-4
 
 
 PARTS = [(0, 4, 1, "adamw"), (1, 4, 1, "adamw"), (3, 4, 1, "adamw"), (2, 2, 2, "adamw"), (1, 4, 1, "muon")]
@@ -108,4 +105,37 @@ def test_micro_batches_equal_one_batch(stage, accumulation, world, kind):
         assert losses == pytest.approx(whole_losses, rel=1e-5)
         assert norms == pytest.approx(whole_norms, rel=1e-5)
         torch.testing.assert_close(center, whole_center, rtol=0, atol=1e-6)
-        assert _difference(teacher, whole_teacher) < (1e-6 if world == 1 else 1e-5)
+        assert _difference_without_key_bias(teacher, whole_teacher) < (1e-6 if world == 1 else 1e-5)
+
+
+def _checkpointed(stage, section):
+    sections = {} if section is None else {"activation_checkpointing": section}
+    step = build_step(ds_config(stage, "fp32", BATCH, **sections), network=tiny_network(drop_path=0.3))
+    elements: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: elements.append(t.numel()) or t, lambda t: t):
+        indices = torch.arange(BATCH)
+        out = step.micro_batch(Batch(crops(indices), sample_keys(0, 0, indices)))
+    assert out.progress is Progress.STEPPED
+    losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
+    return losses, sum(elements)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.full)])
+def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
+    plain, plain_elements = run_on_ranks(_checkpointed, stage, None, world=1)[0]
+    every, every_elements = run_on_ranks(_checkpointed, stage, {}, world=1)[0]
+    one, one_elements = run_on_ranks(_checkpointed, stage, {"number_checkpoints": 1}, world=1)[0]
+    assert every_elements < one_elements < plain_elements
+    for losses in (every, one):
+        assert losses == pytest.approx(plain, rel=1e-6)
+
+
+def _difference_without_key_bias(a, b):
+    """The keys' bias has a true gradient of 0: Adam follows its rounding (see test_golden)."""
+    worst = 0.0
+    for name in a:
+        left, right = a[name], b[name]
+        if name.endswith("attn.qkv.bias"):
+            left, right = (torch.cat((t.chunk(3)[0], t.chunk(3)[2])) for t in (left, right))
+        worst = max(worst, float((left - right).abs().max()))
+    return worst

@@ -1,17 +1,24 @@
-"""BatchNorm: torch's numbers, the same over ranks as on one process."""
+"""BatchNorm: torch's numbers, the same over ranks as on one process, and a batch counted once."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models import batch_norm
-from dino_ds.models.batch_norm import use_own_batch_norm
+from dino_ds.models.batch_norm import BatchNorm, again, batch_norms, use_own_batch_norm
+from dino_ds.models.foreign import ForeignBackbone
+from dino_ds.models.prototypes import DinoHead
+from dino_ds.models.specs.base import BackboneOptions
+from dino_ds.models.specs.foreign import ForeignSpec
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 
@@ -46,13 +53,12 @@ def _inputs(shape, count=2):
     return [torch.randn(shape, generator=generator) * slope + 2 * slope for _ in range(count)]
 
 
-def _pass(network, x, weights=None):
+def _pass(network, x):
     """Output and the gradients of input and parameters, of a loss that is not the same for all elements."""
-    weights = torch.linspace(-1, 1, x.numel()).view(x.shape) if weights is None else weights
     x = x.clone().requires_grad_()
     network.zero_grad()
     out = network(x)
-    (out.float() * weights).sum().backward()
+    (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
     return [out.detach(), x.grad, *(parameter.grad.clone() for parameter in network.parameters())]
 
 
@@ -92,17 +98,20 @@ def _one_rank(kind):
     _, ours = _pair(kind)
     rank, ranks = distributed.rank(), distributed.world_size()
     found = []
-    batch = _inputs(KINDS[kind][1])[0]
-    weights = torch.linspace(-1, 1, batch.numel()).view_as(batch).chunk(ranks)[rank]
     for mode in (True, True, False):
-        found.append(_pass(ours.train(mode), batch.chunk(ranks)[rank], weights))
+        weights = torch.linspace(-1, 1, _inputs(KINDS[kind][1])[0].numel()).view(KINDS[kind][1])
+        x = _inputs(KINDS[kind][1])[0].chunk(ranks)[rank].clone().requires_grad_()
+        out = ours.train(mode)(x)
+        ours.zero_grad()
+        (out * weights.chunk(ranks)[rank]).sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad.clone() for p in ours.parameters())])
     return found, copied(ours.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["sequences", "no averages", "timm"])
 def test_two_ranks_equal_one_process_on_the_joint_batch(kind):
     """1e-5: sums in another order, over deviations that are not small beside the means."""
-    whole, whole_state = _one_rank(kind)
+    (whole, whole_state), *_ = [_one_rank(kind)]
     ranks = run_on_ranks(_one_rank, kind)
     close = {"rtol": 1e-5, "atol": 1e-5}
     for i, (out, grad, *of_parameters) in enumerate(whole):
@@ -182,6 +191,39 @@ def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # FP32 sums in another order
 
 
+def _recomputed():
+    """The averages after a pass as it is, recomputed as our segments are, and by torch's checkpoint alone."""
+    x, found = _inputs(KINDS["images"][1])[0].requires_grad_(), []
+    for context in (None, lambda: (nullcontext(), again()), lambda: (nullcontext(), nullcontext())):
+        _, ours = _pair("images")
+        out = ours(x) if context is None else checkpoint(ours, x, use_reentrant=False, context_fn=context)
+        x.grad = None
+        out.square().sum().backward()
+        found.append((copied(ours.state_dict()), x.grad.clone()))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_recomputation_counts_a_batch_once(world):
+    for plain, recomputed, twice in run_on_ranks(_recomputed, world=world):
+        assert torch.equal(plain[1], recomputed[1])
+        assert all(torch.equal(plain[0][name], tensor) for name, tensor in recomputed[0].items())
+        assert plain[0]["0.num_batches_tracked"] == 1 and twice[0]["0.num_batches_tracked"] == 2
+
+
+def test_no_batch_norm_of_torch_s_is_left():
+    backbone = ForeignBackbone(ForeignSpec("resnet18", arguments='{"layers": [1, 1, 1, 1]}'), 32, BackboneOptions())
+    head = DinoHead(12, 20, 8, 15, 3).add_batch_norm(synced=False)
+    for network, synced in ((backbone, True), (head, False)):
+        theirs = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        assert theirs and theirs == batch_norms(network)
+        assert all(isinstance(m, BatchNorm) and m.synced is synced for m in theirs)
+    timm_s = nn.Sequential(BatchNormAct2d(4))
+    before = timm_s.state_dict().keys()
+    use_own_batch_norm(timm_s, synced=True)
+    assert isinstance(timm_s[0], BatchNorm) and timm_s.state_dict().keys() == before
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -193,6 +235,18 @@ def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
 def test_others_are_refused(module, message):
     with pytest.raises(ConfigError, match=message):
         use_own_batch_norm(nn.Sequential(module), synced=True)
+
+
+def _evaluates_alone():
+    _, ours = _pair("no averages")
+    return ours.eval()(_inputs(KINDS["no averages"][1])[0]).detach() if distributed.rank() == 0 else None
+
+
+def test_evaluation_asks_no_other_rank():
+    """Ranks evaluate batches of other sizes, or none, with or without running averages."""
+    theirs, _ = _pair("no averages")
+    expected = theirs.eval()(_inputs(KINDS["no averages"][1])[0])
+    assert torch.equal(run_on_ranks(_evaluates_alone)[0], expected)
 
 
 def test_one_value_of_a_channel_is_refused():
