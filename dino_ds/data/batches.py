@@ -289,15 +289,22 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             names.append(name)
             bad += failures
         normalize = multicrop.normalization.offset_and_factor()
-        params = None if self._by_pillow else self._params(crops, sampled)
+        params, first = dict[str, list[AugmentationParams]](), 0
+        for name, group in crops.items() if not self._by_pillow else ():
+            # The first crops of all images, then the second ones, ...
+            ordered = [crops_of_image[n] for n in range(first, first + len(group)) for crops_of_image in sampled]
+            count = crops_per_params(group.shape[2], self._options.device) or len(ordered)
+            pieces = [ordered[i : i + count] for i in range(0, len(ordered), count)]
+            params[name] = [AugmentationParams.build(piece, self._options.channels) for piece in pieces]
+            first += len(group)
         if params and self._options.augment == "worker":
             crops = {name: _augment_group(group, params[name], normalize) for name, group in crops.items()}
-            params = None
+            params = {}
         seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
         masks = draw_masks(multicrop.groups, multicrop.masks, seeds)
         epoch, indices = keys[0][0], torch.tensor([index for _, index in keys])
         drop_keys = sample_keys(self._options.seed, epoch, indices)
-        return LoaderBatch(crops, params, indices, drop_keys, epoch, names, bad, normalize, masks)
+        return LoaderBatch(crops, params or None, indices, drop_keys, epoch, names, bad, normalize, masks)
 
     def _empty(self, count: int, images: int, size: int) -> Tensor:
         """Empty tensor for the crops of a group; in a loader process, in memory shared with the training process."""
@@ -354,19 +361,6 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         if image.channels != options.channels:  # checked first: looking up a name takes as long as a small crop
             check_channels(image, options.channels, self._source.name(index))
         return image
-
-    def _params(
-        self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
-    ) -> dict[str, list[AugmentationParams]]:
-        """Augmentation of each group's crops: the first crops of all images, then the second ones, ..."""
-        params, first = {}, 0
-        for name, group in crops.items():
-            ordered = [crops_of_image[n] for n in range(first, first + len(group)) for crops_of_image in sampled]
-            count = crops_per_params(group.shape[2], self._options.device) or len(ordered)
-            pieces = [ordered[i : i + count] for i in range(0, len(ordered), count)]
-            params[name] = [AugmentationParams.build(piece, self._options.channels) for piece in pieces]
-            first += len(group)
-        return params
 
 
 def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:

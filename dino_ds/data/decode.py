@@ -177,7 +177,6 @@ class EncodedImage:
             return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
     def _stored(self, shrink: int) -> np.ndarray:
-        """Values as the file's decoder returns them."""
         image = self._image
         if isinstance(image, Raster):
             return image.read()

@@ -66,7 +66,6 @@ class DevicePrefetcher(Iterator[Batch]):
             self._next = error
 
     def take_notes(self) -> list[str]:
-        """Log lines of the loader since the last call."""
         notes, self._loader.notes = self._loader.notes, []
         return notes
 
@@ -116,7 +115,6 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     @property
     def position(self) -> Position:
-        """Position of the next batch."""
         start = self._start
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
@@ -231,7 +229,6 @@ class Loader(Iterator[LoaderBatch]):
         self._waits_since = time.monotonic()
 
     def close(self) -> None:
-        """Stop the workers and drop the batches that they have prefetched."""
         loading.stop_workers(self._batches)
         self._batches = None
 

@@ -116,7 +116,6 @@ class Mixture(EncodedImages, Joined):
         return np.concatenate([source.file_keys() for source in self.sources])
 
     def _check_overlap(self) -> None:
-        """Raises ConfigError for two parts with images in common, which would get more than their share."""
         keys, part_of = self.file_keys(), np.repeat(np.arange(len(self.parts)), np.diff([0, *self.ends]))
         order = np.argsort(keys, kind="stable")
         both = np.flatnonzero((np.diff(keys[order]) == 0) & (np.diff(part_of[order]) != 0))

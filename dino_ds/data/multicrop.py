@@ -172,7 +172,6 @@ class AugmentationParams:
         return AugmentationParams(table, table)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
-        """Return these parameters with their device copy moved by `move`."""
         return AugmentationParams(self.table, move(self.on_device))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -68,7 +68,6 @@ def kernel_difference(kernels: Kernels, device: torch.device, dtype: torch.dtype
 
 
 def _scale(crops: Tensor) -> float:
-    """The factor that scales crops to [0, 1]."""
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 

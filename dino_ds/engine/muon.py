@@ -131,12 +131,7 @@ class Muon(torch.optim.AdamW):
     factor of Muon's updates."""
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        blocks: Mapping[Any, int],
-        momentum: float,
-        scale: float,
-        **adamw: Any,
+        self, groups: Iterable[dict[str, Any]], blocks: Mapping[Any, int], momentum: float, scale: float, **adamw: Any
     ) -> None:
         super().__init__(groups, lr=0.0, **adamw)
         self.blocks, self._momentum, self._scale = blocks, momentum, scale

@@ -72,7 +72,17 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     network does not have, and where Muon has no matrix to orthogonalize."""
     groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
     matrices = matrices_of(network) if options.kind == "muon" else {}
-    multipliers = _backbone_multipliers(network, options)
+    layers, top = network.backbone.layers(), len(network.backbone.segments()) + 1
+    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
+    if options.patch_embed_lr != 1.0 and not patches:
+        raise ConfigError(
+            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
+            f"{PATCH_EMBED}, and this one has none: leave it out"
+        )
+    multipliers = {
+        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
+        for name, layer in layers.items()
+    }
     for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
         freezes = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
@@ -91,22 +101,6 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     parts = list(dict.fromkeys(part for part, *_ in groups))
     order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), *key[2:]))
     return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]
-
-
-def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:
-    """Multipliers of the learning rates of the backbone's parameters: decay ** (layers above)."""
-    layers = network.backbone.layers()
-    top = len(network.backbone.segments()) + 1
-    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
-    if options.patch_embed_lr != 1.0 and not patches:
-        raise ConfigError(
-            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
-            f"{PATCH_EMBED}, and this one has none: leave it out"
-        )
-    return {
-        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
-        for name, layer in layers.items()
-    }
 
 
 def set_groups(groups: Iterable[dict[str, Any]], schedule: ScheduleValues) -> None:
@@ -152,7 +146,6 @@ class Lars(torch.optim.Optimizer):
             torch._foreach_add_(tensors, momenta, alpha=-group["lr"])
 
     def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Apply weight decay and the trust ratio to the gradients of the layers that have them."""
         laid_out = self._shards.get(tensors[0])
         if laid_out is None:
             weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))

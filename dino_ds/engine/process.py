@@ -99,17 +99,14 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent serves the store of its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _serves() -> bool:
-    """Whether the store of the ranks is in this process."""
     return distributed.rank() == 0 and not _agent_serves()
 
 
 def _connect(timeout: timedelta) -> dist.Store:
-    """The store of rank 0, or of torchrun's agent."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(
         address, port, None, is_master=_serves(), timeout=timeout, wait_for_workers=False, multi_tenant=True
@@ -240,7 +237,13 @@ def _join(timeout: timedelta) -> None:
     if on_cpu:
         # DeepSpeed's shared-memory collectives compile for minutes at first use; gloo compiles nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _keep_freed_memory()
+        # The C library keeps the memory that a step frees for the next step, instead of asking the kernel for new pages
+        # each time: 80,000 per step for a ViT-Ti/16 on a CPU. The peak grows by fragmentation only.
+        chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+        if mallopt is not None and not any(name in os.environ for name in chosen):
+            mallopt(-1, -1)  # M_TRIM_THRESHOLD
+            mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: glibc accepts no larger one
         if on_amd():
             take_onednn()
     elif local >= gpus:
@@ -265,16 +268,6 @@ def _join(timeout: timedelta) -> None:
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=connecting)
     if on_cpu:
         distributed.set_timeouts(timeout.total_seconds())
-
-
-def _keep_freed_memory() -> None:
-    """Have the C library keep the memory that a step frees for the next step, instead of asking the kernel for new
-    pages each time: 80,000 per step for a ViT-Ti/16 on a CPU. The peak grows by fragmentation only."""
-    chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    if mallopt is not None and not any(name in os.environ for name in chosen):
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: glibc accepts no larger one
 
 
 def leave() -> None:
@@ -318,7 +311,6 @@ def resident_mib(peak: bool = False) -> float:
 
 
 def free_memory() -> str:
-    """The free memory of this process's GPU and of the host, in words."""
     host = psutil.virtual_memory()
     places = {"host": (host.available, host.total)}
     if torch.cuda.is_available():

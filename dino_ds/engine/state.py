@@ -236,7 +236,6 @@ class SavedParameters:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
 
     def check_fits(self, shapes: Shapes) -> None:
-        """Raises CheckpointError unless the network's parameters have these names and `shapes`."""
         names = dict.fromkeys([*shapes, *self.shapes])
         differ = [name for name in names if shapes.get(name) != self.shapes.get(name)]
         if differ:

@@ -228,7 +228,6 @@ class _PartitionedUpdater:
 
 
 def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
-    """The teacher, equal to the student; every rank must call it."""
     recipe, config, objective = parts.recipe, parts.config, parts.objective
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(spec.name))
     network = network.to_empty(device=device())

@@ -89,7 +89,6 @@ def settle(case: Case) -> DsConfig:
 
 
 def _problems(case: Case) -> dict[str, str]:
-    """The problems of the fast paths that the run would use and that have not passed before."""
     proven = [path.name for path in FAST_PATHS if case.proof(EVERY).exists() or case.proof(path.name).exists()]
     unproven = [path for path in FAST_PATHS if path.is_used(case) and path.name not in proven]
     problems = {path.name: path.problem(case) for path in unproven}
@@ -102,7 +101,6 @@ def _problems(case: Case) -> dict[str, str]:
 
 
 def _take(case: Case, names: Collection[str]) -> PerformanceOptions:
-    """Take these fast paths and no others; returns the options of such a network."""
     TAKEN.clear()
     TAKEN.update(names)
     asked = case.config.performance

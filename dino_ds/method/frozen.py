@@ -248,7 +248,6 @@ def build_start_teacher(spec: specs.StartSpec, parts: TeacherParts) -> FixedTeac
 
 
 def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
-    """Lines of the log about the distillation: its teacher and targets; none without a frozen teacher."""
     teacher = teachers.get(FROZEN)
     if not isinstance(teacher, FrozenTeacher):
         return []

@@ -68,7 +68,6 @@ def speed_options(performance: PerformanceOptions) -> dict[str, Any]:
 
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
-    """Build a recipe's head for features of `width`."""
     built = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
     built = built.free_prototypes() if head.free_prototypes else built
     return built.add_batch_norm(sync_batch_norm) if head.batch_norm else built

@@ -264,7 +264,6 @@ class Objective:
         return {query: comparison for comparison, needs in compared for query in needs.queries}
 
     def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> TermLoss:
-        """Compute the weighted sum of the terms, and their scalars, from the student's outputs by name."""
         total: Tensor | None = None
         scalars: dict[str, Tensor] = {}
         for name, term in self.terms.items():
@@ -277,11 +276,9 @@ class Objective:
         return TermLoss(total, scalars)
 
     def student_features(self) -> tuple[str, ...]:
-        """The names of the outputs that terms read from the student, each once."""
         return tuple(dict.fromkeys(name for term in self.terms.values() for name in term.needs.student))
 
     def teacher_features(self, teacher: str) -> tuple[str, ...]:
-        """The names of the outputs that terms read from one teacher, each once."""
         return tuple(dict.fromkeys(n for term in self.terms.values() for n in term.needs.teachers.get(teacher, ())))
 
     def pending(self) -> list[Tensor]:
@@ -289,13 +286,11 @@ class Objective:
         return [statistic.pending() for statistic in self.statistics.values()]
 
     def commit(self, total: Tensor) -> None:
-        """Update the statistics with the window's totals over all ranks, and begin a new window."""
         sizes = [len(pending) for pending in self.pending()]
         for statistic, part in zip(self.statistics.values(), total.split(sizes), strict=True):
             statistic.commit(part)
 
     def drop(self) -> None:
-        """Forget the window: its optimizer step was not applied."""
         for statistic in self.statistics.values():
             statistic.drop()
 
@@ -311,7 +306,6 @@ class Objective:
 
 
 def _checked(name: str, term: Term, result: object) -> TermLoss:
-    """The result of a term's `loss`. Raises ConfigError unless it is one number and the term's declared scalars."""
     gave = f"loss term {name}: loss() gave"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise ConfigError(f"{gave} a {type(result).__name__}: return TermLoss(loss, {{scalar: value}})")

@@ -125,16 +125,13 @@ class Teachers:
         return {f"{prefix}{name}": buffer for prefix, named in moving for name, buffer in named.items()}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """The buffers of all teachers that each applied step averages over ranks."""
         return [tensor for teacher in self._teachers.values() for tensor in teacher.unsynced_statistics()]
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by reference."""
         states = [(self._prefix[name], teacher.state()) for name, teacher in self._teachers.items()]
         return {f"{prefix}{name}": tensor for prefix, state in states for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` gave. Raises KeyError for a missing tensor."""
         for name, teacher in self._teachers.items():
             prefix = self._prefix[name]
             teacher.load_state({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})

@@ -277,7 +277,6 @@ class ActivatedLinear(nn.Linear):
         return self.activated_linear(x, value, self.weight, self.bias)
 
     def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` with this weight and bias instead of the layer's."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.linear(_activate(x, value, self.swiglu), weight, bias)
         return _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)

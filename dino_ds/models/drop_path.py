@@ -167,7 +167,6 @@ class LayerScale(nn.Module):
         nn.init.constant_(self.gamma, self.initial)
 
     def forward(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
-        """See `add_branch`."""
         return add_branch(x, branch, self.gamma, drop)
 
 

@@ -168,7 +168,6 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """Make the folder of `out`, and raise ConfigError if the block can't write to it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield

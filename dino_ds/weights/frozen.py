@@ -48,7 +48,6 @@ class FrozenSource:
 
     @property
     def name(self) -> str:
-        """The key and path, for messages."""
         return f"{self.key} {self.path}"
 
     def check_channels(self, ours: int) -> None:

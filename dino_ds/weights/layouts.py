@@ -158,7 +158,6 @@ def unused(names: list[str]) -> list[str]:
 
 
 def few(names: list[str]) -> str:
-    """The first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

@@ -154,7 +154,6 @@ class Backbone(nn.Module):
 
     @contextmanager
     def _explained(self, images: Tensor) -> Iterator[None]:
-        """Raises ConfigError unless `images` are a batch that the network can take."""
         channels = self.network.spec.in_chans
         if not isinstance(images, Tensor):
             raise ConfigError(f"a {type(images).__name__} is not a tensor of images: stack what preprocess gives")
@@ -230,7 +229,6 @@ class Description:
 
     @property
     def arch(self) -> ViTSpec:
-        """The spec of a ViT: for weights without a `spec` of their own."""
         assert isinstance(self.spec, ViTSpec)
         return self.spec
 
@@ -267,7 +265,6 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
 
 
 def _described_by_us(weights: Weights) -> Description:
-    """The network that our JSON describes, checked against the tensors. Raises CheckpointError."""
     about = weights.about
     try:
         arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # no file of ours has that norm
@@ -287,7 +284,6 @@ def _described_by_us(weights: Weights) -> Description:
 
 
 def _is_rope(arch: ViTSpec) -> bool:
-    """Whether a network can have these rotary positions. Raises TypeError."""
     low, high = arch.rope_min_period, arch.rope_max_period
     has_periods = low is not None and high is not None and 0 < low <= high < math.inf
     is_base = low is None and high is None and 1 < arch.rope_base < math.inf

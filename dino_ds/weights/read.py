@@ -152,7 +152,6 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> layouts.Weights:
-    """The teacher of one checkpoint with its heads, described as in teacher.json."""
     saved = sidecar.open_checkpoint(folder, WHOLE)
     with naming(folder):
         parts = network_parts(saved)
@@ -184,7 +183,6 @@ def _with_checkpoint(run: Path, weights: layouts.Weights) -> layouts.Weights:
 
 
 def teacher_weights(saved: SavedCheckpoint) -> layouts.Weights:
-    """The weights of the EMA teacher of a verified checkpoint, with its heads."""
     parts = network_parts(saved)
     backbone, local = layouts.split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)

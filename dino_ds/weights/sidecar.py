@@ -104,7 +104,6 @@ def _fitting(facts: Facts, record: FileRecord) -> Facts | None:
 
 
 def _plain(facts: Facts) -> Facts:
-    """A sidecar's facts without the keys that verify it and its file."""
     return {key: value for key, value in facts.items() if key not in ("format", _FILE, _SUM, _BEFORE)}
 
 
@@ -168,7 +167,6 @@ def about_teacher(
 
 
 def recipe_of(saved: Manifest) -> Recipe:
-    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is none."""
     try:
         return Recipe.model_validate(saved.recipe)
     except ValidationError as error:
@@ -247,7 +245,6 @@ def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalizati
 
 
 def notes_on_mean(about: Mapping[str, Any], channels: int) -> list[str]:
-    """A note where no file says the mean and deviation that were removed from training images."""
     said = stated_normalization(about, channels)
     return [] if said else ["no file says the mean and std of its images: ImageNet's, unless data.mean sets others"]
 
@@ -268,7 +265,6 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
 
 
 def notes_on_range(trained_on: ValueRange | None, ours: ValueRange | None) -> list[str]:
-    """A note where weights were trained on another range of values than this run's."""
     old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (trained_on, ours))
     return [] if trained_on == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 

@@ -83,18 +83,15 @@ def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes
 
 
 def _sizes_not_given(crops: CropsSection) -> list[str]:
-    """Keys of the crop sizes that neither the recipe nor the command line sets."""
     set_keys = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
     return [key for key in ("global_size", "local_size") if key not in set_keys]
 
 
 def _channels_for(model: ModelSection, source: BackboneSpec) -> int:
-    """The number of channels that the recipe sets, or else that of the weights."""
     return model.in_chans if "in_chans" in model.model_fields_set else source.in_chans
 
 
 def _resizing_for(model: ModelSection, interpolation: str) -> dict[str, str]:
-    """The change that resizes positions as in the weights' own project, unless the recipe sets how."""
     is_set = "pos_embed_interpolation" in model.model_fields_set
     return {} if is_set else {"model.pos_embed_interpolation": interpolation}
 
@@ -166,14 +163,12 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
 
 
 def read_start(model: ModelSection) -> Weights:
-    """The weights of `model.init_from` as they are. Raises CheckpointError."""
     assert model.init_from is not None
     ours = model.spec()
     return find_weights(model.init_from, ours if isinstance(ours, ForeignSpec) else None)
 
 
 def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weights, list[str]]:
-    """A ViT's weights as `ours` takes them, and notes. Raises CheckpointError for another architecture."""
     notes: list[str] = []
     if ours.rope is not None:
         backbone, notes = with_biases(weights.backbone, ours.qkv_bias)
