@@ -23,8 +23,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dino_ds.basics.machine import shorten_socket_names
-from dino_ds.basics.own_code import is_own
+from dino_ds.basics import machine, own_code
 from dino_ds.basics.seeds import crop_seed, sample_keys, seed_generators
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
@@ -145,7 +144,7 @@ def _process_context() -> ForkServerContext:
     """Context that forks workers from a small server process, which has imported the loader once. A plain fork would
     copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import torch in each worker,
     5 seconds of a core apiece."""
-    shorten_socket_names()
+    machine.shorten_socket_names()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
     # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.
@@ -261,7 +260,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
-        self._elsewhere, self._draws = is_remote(source), is_own(getattr(source, "whole", source))
+        self._elsewhere, self._draws = is_remote(source), own_code.is_own(getattr(source, "whole", source))
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:

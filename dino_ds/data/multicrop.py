@@ -24,8 +24,7 @@ from dino_ds.basics.ranges import CROP, DECODE, loading_range
 from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import AUGMENTATIONS, LOCAL, Augmentation, CropGroup, Masks, crop_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.decode import DecodedImage, EncodedImage
-from dino_ds.data.image_cache import CachedImage
+from dino_ds.data import decode, image_cache
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
@@ -217,7 +216,7 @@ def sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, 
 
 
 def cut_crops(
-    image: EncodedImage | DecodedImage | CachedImage,
+    image: decode.EncodedImage | decode.DecodedImage | image_cache.CachedImage,
     sampled: Sequence[CropParameters],
     sizes: Sequence[int],
     outputs: Sequence[Tensor] | None = None,

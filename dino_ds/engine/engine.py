@@ -18,16 +18,13 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
 from dino_ds.config.ds_schema import LOGGERS, DsConfig, check_offload, offloads_optimizer
-from dino_ds.engine import distributed, optim, state
+from dino_ds.engine import distributed, muon, optim, schedules, state
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
-from dino_ds.engine.muon import Muon
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.engine.state import EngineState, OptimizerShard, SavedState
 from dino_ds.errors import ConfigError
+from dino_ds.models import batch_norm, prototypes
 from dino_ds.models.base import Crops
-from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output
-from dino_ds.models.prototypes import Comparison
 
 # DeepSpeed's counters, and the attributes of its dynamic loss scaler that change.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -65,10 +62,10 @@ class Engine:
         for name, buffer in buffers.items():  # DeepSpeed has cast them together with the parameters
             setattr(*self._buffers[name], buffer.to(self.device))
         weakref.finalize(self, _release, self._engine).atexit = False
-        if isinstance(optimizer, (optim.Lars, Muon)) and config.stage:
+        if isinstance(optimizer, (optim.Lars, muon.Muon)) and config.stage:
             state.lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
         optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
-        self._unsynced = unsynced_statistics(network)
+        self._unsynced = batch_norm.unsynced_statistics(network)
         parts: dict[str, list[nn.Parameter]] = {}  # those with which parameters are clipped
         if config.stage == 0:
             part_of = {id(p): group["part"] for group in self._optimizer.param_groups for p in group["params"]}
@@ -92,7 +89,7 @@ class Engine:
         crops: Crops,
         drop_keys: Tensor | None,
         masks: Masks = MappingProxyType({}),
-        comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+        comparisons: Mapping[str, prototypes.Comparison] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Output]:
         """The outputs of the network, which takes the same arguments. One call per micro-batch: ZeRO 3 traces it."""
@@ -114,7 +111,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def set_groups(self, schedule: ScheduleValues) -> None:
+    def set_groups(self, schedule: schedules.ScheduleValues) -> None:
         optim.set_groups(self._optimizer.param_groups, schedule)
 
     def freeze_prototypes(self, frozen: bool) -> None:

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.engine.masters import master_shards, shard_groups
+from dino_ds.engine import masters, schedules
 from dino_ds.engine.muon import Muon, Piece, matrices_of
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
 
@@ -103,7 +102,7 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]
 
 
-def set_groups(groups: Iterable[dict[str, Any]], schedule: ScheduleValues) -> None:
+def set_groups(groups: Iterable[dict[str, Any]], schedule: schedules.ScheduleValues) -> None:
     """Set lr and weight decay of an optimizer's `groups` for a step; both are 0 in a frozen group."""
     for group in groups:
         is_backbone = group["name"].startswith(BACKBONE) and schedule.backbone_frozen
@@ -198,7 +197,7 @@ class _ShardedGradient:
         self._optimizer, self._limit = optimizer, limit
         zero3 = hasattr(optimizer, "_get_sub_group_process_group")
         self._process_group = optimizer._get_sub_group_process_group(0) if zero3 else optimizer.dp_process_group
-        parts = [group["part"] for group in shard_groups(optimizer)]
+        parts = [group["part"] for group in masters.shard_groups(optimizer)]
         self._parts = list(dict.fromkeys(parts))
         self._part_of = [self._parts.index(part) for part in parts]
 
@@ -219,7 +218,7 @@ class _ShardedGradient:
 
     def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:
         """Unscale and clip one master shard, given by index (ZeRO 3) or gradient; DeepSpeed calls it after `norm`."""
-        shards = master_shards(self._optimizer)
+        shards = masters.master_shards(self._optimizer)
         i = shard if isinstance(shard, int) else next(i for i, m in enumerate(shards) if m.grad is shard[0])
         gradient = shards[i].grad
         assert gradient is not None

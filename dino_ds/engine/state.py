@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.engine import distributed
+from dino_ds.engine import distributed, optim
 from dino_ds.engine.masters import FlatMasters, Names, PartitionedMasters, refresh_weights, shards_of
 from dino_ds.engine.muon import Matrix, Muon, Piece
-from dino_ds.engine.optim import Lars
 from dino_ds.errors import CheckpointError
 
 MASTER, STEP = "master", "step"
@@ -104,12 +103,12 @@ def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int
             yield Piece(name, first - offset, last - offset, first - left)
 
 
-def lay_out_shards(inner: Lars | Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
+def lay_out_shards(inner: optim.Lars | Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
     """Tell `inner`, under stages 1 to 3, which elements of this rank's shards belong to which layer, for LARS, or of
     all ranks' shards to which matrix, for Muon."""
     for masters, shard, group in shards_of(optimizer, names):
         members = [str(entry[0]) for entry in masters.layout]
-        if isinstance(inner, Lars):
+        if isinstance(inner, optim.Lars):
             adapted = [name for name in members if len(shapes[name]) != 1]
             pieces = [piece for piece in _pieces(masters, shapes) if piece.parameter in adapted]
             inner.lay_out(shard, pieces, adapted, masters.process_group)

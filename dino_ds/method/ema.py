@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.config.crops import EMA, teacher_sizes
-from dino_ds.engine.distributed import gather_in_place
+from dino_ds.engine import distributed, schedules
 from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters, write_weights
 from dino_ds.engine.process import DTYPES, device
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.networks import TeacherParts, build_meta
 from dino_ds.method.specs.base import TeacherSpec
 from dino_ds.method.teacher import Teacher
@@ -101,7 +100,7 @@ class EmaTeacher(Teacher):
             tensor.copy_(student[name])
         self._move_weights(momentum=0.0)
 
-    def update(self, schedule: ScheduleValues) -> None:
+    def update(self, schedule: schedules.ScheduleValues) -> None:
         self.move(schedule.momenta.get(self._name, schedule.teacher_momentum))
 
     @torch.no_grad()
@@ -193,7 +192,7 @@ class _FlatUpdater:
     def update(self, weight: float) -> None:
         masters = [m.shard().to(self._whole[0].device, non_blocking=True) for m in self._masters]
         torch._foreach_lerp_(self._shards, masters, weight)
-        gather_in_place(self._whole, self._shards, self._group)
+        distributed.gather_in_place(self._whole, self._shards, self._group)
 
 
 class _PartitionedUpdater:

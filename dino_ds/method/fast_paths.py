@@ -21,11 +21,8 @@ from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.crops import student_masks
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.feed import Batch
-from dino_ds.data.multicrop import synthetic_masks
-from dino_ds.data.photometric import kernel_difference
-from dino_ds.engine import distributed
-from dino_ds.engine.process import DTYPES, release_memory
+from dino_ds.data import feed, multicrop, photometric
+from dino_ds.engine import distributed, process
 from dino_ds.errors import one_line
 from dino_ds.method.dino import sums_of_rows
 from dino_ds.models.fused import fuse_as_in_training
@@ -92,7 +89,7 @@ def _problems(case: Case) -> dict[str, str]:
     proven = [path.name for path in FAST_PATHS if case.proof(EVERY).exists() or case.proof(path.name).exists()]
     unproven = [path for path in FAST_PATHS if path.is_used(case) and path.name not in proven]
     problems = {path.name: path.problem(case) for path in unproven}
-    release_memory()
+    process.release_memory()
     for path in (path for path in unproven if not problems[path.name]):
         with suppress(OSError):  # if the cache can't be written, only time is lost
             case.proof(path.name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,21 +105,21 @@ def _take(case: Case, names: Collection[str]) -> PerformanceOptions:
     return replace(asked, attention=attention, compile=mode)
 
 
-def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Batch:
+def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> feed.Batch:
     """A micro-batch of normal noise, different on each rank, with masks drawn as the recipe says."""
     first = distributed.rank() * images
     keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     shape, normal = (images, recipe.model.in_chans), functools.partial(torch.randn, device=device, generator=generator)
     crops = {group.name: [*normal(group.count, *shape, group.size, group.size)] for group in recipe.groups}
-    return Batch(crops, keys, synthetic_masks(recipe, images, device))
+    return feed.Batch(crops, keys, multicrop.synthetic_masks(recipe, images, device))
 
 
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
     """Losses, a teacher's rows, their Sinkhorn-Knopp sums and the gradients of the run's heads and two of its blocks,
     with these fast paths."""
     performance, device, images = _take(case, taken), case.device, case.config.micro_batch
-    dtype = DTYPES[case.config.precision]
+    dtype = process.DTYPES[case.config.precision]
     two_blocks = case.recipe.model.model_copy(update={"depth": 2, "train": "all", "init_from": None})
     recipe = case.recipe.model_copy(update={"model": two_blocks})
     network = case.build(recipe, performance).to(device).train()
@@ -163,7 +160,7 @@ def _compare_augmentation(case: Case, _: str) -> float:
 
     channels, dtype = case.recipe.model.in_chans, torch.float32 if case.recipe.data.known_range else torch.uint8
     shapes = {(group.size, group.size, channels) for group in case.recipe.groups}
-    return max(kernel_difference(augment, case.device, dtype, shape) for shape in shapes)
+    return max(photometric.kernel_difference(augment, case.device, dtype, shape) for shape in shapes)
 
 
 _LOW = 0.1  # in bf16, fp16 and TF32 the gradients of two plain forms differ by hundredths

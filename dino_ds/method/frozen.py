@@ -27,14 +27,12 @@ from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermL
 from dino_ds.method.specs import ours as specs
 from dino_ds.method.specs.own import heads_of
 from dino_ds.method.teacher import Teacher, Teachers
+from dino_ds.models import foreign, trained
 from dino_ds.models.base import NOTHING, Crops, cls_of, is_cast, patches_of, resized_patches, take_drawn_weights
-from dino_ds.models.foreign import build_backbone
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.trained import adapters_in
+from dino_ds.weights import load, sidecar
 from dino_ds.weights.frozen import FrozenSource, digest, find_frozen
-from dino_ds.weights.load import fit_tensors
-from dino_ds.weights.sidecar import notes_on_range
 
 _DIGEST = "sha256"
 
@@ -47,7 +45,7 @@ class FrozenTeacher(Teacher):
     def __init__(self, network: Network, source: FrozenSource, parts: TeacherParts) -> None:
         self.about = {"source": source.path, "digest": place_frozen(network, source, parts.config)}
         super().__init__(network, DTYPES[parts.config.precision])
-        self.notes = [*source.notes, *notes_on_range(source.range, parts.recipe.data.known_range)]
+        self.notes = [*source.notes, *sidecar.notes_on_range(source.range, parts.recipe.data.known_range)]
         self._change, ours = None, Normalization.of(parts.recipe)
         if source.normalization != ours:  # offset and factor, applied first, from this run's images to the teacher's
             (offset, factor), wanted = ours.offset_and_factor(), source.normalization.offset_and_factor()
@@ -113,7 +111,7 @@ def meta_network(
     options = BackboneOptions(pos_embed_interpolation=source.interpolation, **speed_options(performance))
     asked = {name: query for name, query in queries.items() if name in outputs}
     with torch.device("meta"):
-        backbone = build_backbone(source.spec, source.image_size, options)
+        backbone = foreign.build_backbone(source.spec, source.image_size, options)
         names = dict.fromkeys(query.head for query in asked.values())
         heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
     return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
@@ -127,11 +125,11 @@ def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
     for name in only:
         if (shape := wanted.get(f"backbone.{name}")) is not None:
             tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
-    for name, shape in adapters_in(wanted).items():
+    for name, shape in trained.adapters_in(wanted).items():
         tensors.setdefault(name, torch.zeros(shape))  # a file has them merged into its weights
     for name in network.head_names:
         tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
-    return fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
+    return load.fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
 
 
 def allocate(network: Network, dtype: torch.dtype) -> None:
@@ -181,7 +179,7 @@ def find_teacher(recipe: Recipe) -> FrozenSource | None:
         source = find_frozen(recipe.teacher.source)
         source.check_channels(recipe.model.in_chans)
         with torch.device("meta"):
-            backbone = build_backbone(source.spec, source.image_size)
+            backbone = foreign.build_backbone(source.spec, source.image_size)
         steps = [recipe.groups_of(resolution) for resolution in recipe.resolutions]
         for side in dict.fromkeys(side for groups in steps for side in teacher_sizes(groups, FROZEN)):
             try:

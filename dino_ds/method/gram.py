@@ -16,8 +16,7 @@ from dino_ds.basics.ranges import device_kind
 from dino_ds.config.crops import GLOBAL, Masks, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalization import Normalization
-from dino_ds.engine import distributed
-from dino_ds.engine.process import DTYPES
+from dino_ds.engine import distributed, process
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.method.frozen import FixedTeacher, allocate, meta_network, place_frozen
@@ -144,7 +143,7 @@ def _tensors(network: Network) -> dict[str, Tensor]:
 def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     """Raises ConfigError or CheckpointError for a recipe's gram.teacher that does not fit its crops, or that the EMA
     teacher can't replace."""
-    performance, ema, dtype = parts.config.performance, parts.ema, DTYPES[parts.config.precision]
+    performance, ema, dtype = parts.config.performance, parts.ema, process.DTYPES[parts.config.precision]
     features = parts.objective.teacher_features(spec.name)
     assert ema is not None
     if spec.source != SNAPSHOT:

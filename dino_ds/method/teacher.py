@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dino_ds.config.crops import EMA, CropGroup, Masks
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.models import batch_norm, fused
 from dino_ds.models.base import Backbone, Crops
-from dino_ds.models.batch_norm import BatchNorm
-from dino_ds.models.fused import uncompiled
 from dino_ds.models.network import Network, Output
 
 
@@ -25,7 +24,7 @@ class Teacher:
         self.dtype = dtype
         self._device = next(network.parameters()).device
         self._running = network
-        self._batch_norms: list[BatchNorm] = []
+        self._batch_norms: list[batch_norm.BatchNorm] = []
         """Layers of `_running` that normalize by the batch."""
         self._unsynced: list[Tensor] = []
 
@@ -70,7 +69,7 @@ class Teacher:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Compute as `dino-ds eval` does: in FP32, without gradients, and with nothing compiled."""
-        with torch.no_grad(), uncompiled():
+        with torch.no_grad(), fused.uncompiled():
             yield
 
     def state(self) -> dict[str, Tensor]:

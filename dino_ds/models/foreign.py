@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError, one_line
+from dino_ds.models import batch_norm, drop_path
 from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, patches_of
-from dino_ds.models.batch_norm import use_own_batch_norm
-from dino_ds.models.drop_path import drop_path_draws
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 from dino_ds.models.specs.foreign import ForeignSpec, create, facts_of, features_of
@@ -34,7 +33,7 @@ class ForeignBackbone(Backbone):
         self._foreign, self.options, self.image_size = spec, options, image_size
         self._facts = facts_of(spec)
         network = create(spec, image_size, options.drop_path)
-        use_own_batch_norm(network, options.sync_batch_norm)
+        batch_norm.use_own_batch_norm(network, options.sync_batch_norm)
         for name, module in list(network.named_modules()):
             if isinstance(module, DropPath):
                 network.set_submodule(name, KeyedDropPath(float(module.drop_prob or 0.0), module.scale_by_keep))
@@ -104,7 +103,7 @@ class ForeignBackbone(Backbone):
         views = sum(len(group) for group in crops.values())
         draws, before = None, 0
         if drop_keys is not None and self._drops:
-            draws = drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
+            draws = drop_path.drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
         cls, patch_features = list[Tensor](), dict[str, Tensor]()
         for _, run in itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:]):
             names = [*run]

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from dino_ds.basics.names import MODEL_FORMS
 from dino_ds.basics.own_code import allow_code
-from dino_ds.data.decode import load_image, prepared
-from dino_ds.data.encoded import NamedFiles
+from dino_ds.data import decode, encoded, multicrop
 from dino_ds.data.images import UnreadableImage, pillow_values
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
@@ -72,7 +70,7 @@ class Backbone(nn.Module):
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self.normalization = normalization_of(about, network.spec.in_chans)
-        self._crop = EvalCrop(image_size, self.normalization)
+        self._crop = multicrop.EvalCrop(image_size, self.normalization)
 
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size). The image
@@ -83,13 +81,13 @@ class Backbone(nn.Module):
         try:
             if isinstance(image, str | Path):
                 name = str(image)
-                return self._crop(load_image(NamedFiles([name]), 0, self.value_range, channels))
+                return self._crop(decode.load_image(encoded.NamedFiles([name]), 0, self.value_range, channels))
             if not isinstance(image, Image.Image | np.ndarray):
                 raise ConfigError(
                     f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
                 )
             values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else image
-            return self._crop(prepared(values.reshape(*values.shape[:2], -1), self.value_range, name))
+            return self._crop(decode.prepared(values.reshape(*values.shape[:2], -1), self.value_range, name))
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None

@@ -27,8 +27,7 @@ from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.models.trained import adapters_in, merged
-from dino_ds.weights import layouts, sidecar
-from dino_ds.weights.foreign import other_network
+from dino_ds.weights import foreign, layouts, sidecar
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
@@ -233,14 +232,14 @@ def network_weights(
     CheckpointError that says why they are not a ViT's."""
     is_said_to_be_other = asked is not None or "backbone" in about
     with naming(path):
-        weights = other_network(tensors, about, asked) if is_said_to_be_other else None
+        weights = foreign.other_network(tensors, about, asked) if is_said_to_be_other else None
         try:
             weights = weights or _of_vit(tensors, about)
         except CheckpointError:
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
                 raise CheckpointError(f"it is {known}: its tensors are {layouts.few(sorted(tensors))}") from None
-            weights = None if is_said_to_be_other else other_network(tensors, about, asked)
+            weights = None if is_said_to_be_other else foreign.other_network(tensors, about, asked)
             if weights is None:
                 raise
     weights.check_numbers(path)

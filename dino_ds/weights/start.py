@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.loading import change_recipe
+from dino_ds.config import loading, stages
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import CropsSection, fitting_sizes
-from dino_ds.config.stages import load_run_recipe
 from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, ConfigError, naming
+from dino_ds.models import foreign, trained
 from dino_ds.models.base import Placer
-from dino_ds.models.foreign import tensor_shapes
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import FROM_SOURCE, VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign import ForeignSpec
-from dino_ds.models.trained import adapters_in
 from dino_ds.weights.layouts import LOCAL_NORM, Weights, split_local_norm, with_biases
 from dino_ds.weights.load import describe, fit_tensors
 from dino_ds.weights.read import find_weights
@@ -45,11 +43,11 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
     assert model.init_from is not None
     path = Path(run_dir or "", "config.yaml")
     if run_dir is not None and path.is_file():
-        begun = load_run_recipe(path.parent)
+        begun = stages.load_run_recipe(path.parent)
         before = begun.model
         if before.init_from == model.init_from:
             values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *FLAGS)}
-            return change_recipe(
+            return loading.change_recipe(
                 recipe,
                 {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
                 | {f"crops.{key}": str(getattr(begun.crops, key)) for key in _sizes_not_given(recipe.crops)}
@@ -79,7 +77,7 @@ def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes
     if notes is not None and any(size != getattr(usual, key) for key, size in sizes.items()):
         said = " and ".join(f"crops.{key} {size}" for key, size in sizes.items())
         notes.append(f"{said}, for the images and patches that model.init_from {recipe.model.init_from} knows")
-    return change_recipe(recipe, flags | {f"crops.{key}": str(size) for key, size in sizes.items()})
+    return loading.change_recipe(recipe, flags | {f"crops.{key}": str(size) for key, size in sizes.items()})
 
 
 def _sizes_not_given(crops: CropsSection) -> list[str]:
@@ -244,7 +242,7 @@ class InitialWeights:
         local_norm = local_norm or weights.local_norm
         tensors = {f"backbone.{name}": t for name, t in backbone.items()}
         shapes = {name: shape for name, shape in known_shapes.items() if name.startswith("backbone.")}
-        for name in adapters_in(shapes):
+        for name in trained.adapters_in(shapes):
             del shapes[name]  # their product begins at zero
         if _MASK_TOKEN in shapes and weights.mask_token is not None:
             tensors[_MASK_TOKEN] = weights.mask_token
@@ -326,7 +324,7 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
     """Names of the convolutions' weights whose shape depends on the number of channels of the images. timm's
     `first_conv` names them for its own models; this finds them in a user's class too."""
     try:
-        before, after = (tensor_shapes(kind, image_size) for kind in (spec, _with_channels(spec, channels)))
+        before, after = (foreign.tensor_shapes(kind, image_size) for kind in (spec, _with_channels(spec, channels)))
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
