@@ -342,9 +342,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 return sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
-        raise DataError(
-            f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
-        )
+        why = f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
+        raise DataError(why)
 
     def _open_file(self, index: int) -> EncodedImage | DecodedImage:
         options = self._options
@@ -353,10 +352,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         except (UnreadableImage, DataError, MemoryError):
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(
-                f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
-                "reports what it can't read by raising UnreadableImage"
-            ) from error
+            why = f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}"
+            raise DataError(f"{why}; a source reports what it can't read by raising UnreadableImage") from error
         if image.channels != options.channels:  # checked first: looking up a name takes as long as a small crop
             check_channels(image, options.channels, self._source.name(index))
         return image

@@ -220,9 +220,8 @@ class Loader(Iterator[LoaderBatch]):
     def _start_again(self, reason: str, error: Exception | None = None) -> None:
         self.close()
         if self._restarted:
-            raise DataError(
-                f"{reason}, after a restart; what the run has saved is intact, --resume continues from there"
-            ) from error
+            why = f"{reason}, after a restart; what the run has saved is intact, --resume continues from there"
+            raise DataError(why) from error
         self._restarted, at = True, self._sampler.position
         self.notes.append(f"{reason}; the loader was started again at epoch {at.epoch}, image {at.samples}")
         self._start()
@@ -236,10 +235,8 @@ class Loader(Iterator[LoaderBatch]):
 def steps_per_epoch(images: int, global_batch: int) -> int:
     """Optimizer steps in one pass over the data, without an incomplete last batch. Raises DataError if none."""
     if images < global_batch:
-        raise DataError(
-            f"{images} images < one global batch of {global_batch}: set --data.global_batch to {images} or less, "
-            "or add images"
-        )
+        why = f"{images} images < one global batch of {global_batch}"
+        raise DataError(f"{why}: set --data.global_batch to {images} or less, or add images")
     return images // global_batch
 
 

@@ -124,14 +124,10 @@ class Mixture(EncodedImages, Joined):
                 small, large = sorted(part_of[list(pair)].tolist(), key=lambda part: len(self.sources[part]))
                 inner, outer = self.parts[small].place, self.parts[large].place
                 if set(keys[part_of == small].tolist()) == set(keys[part_of == large].tolist()):
-                    raise ConfigError(
-                        f"data.mixture: {inner} and {outer} are the same place or images: give it once, with the sum "
-                        "of its shares"
-                    )
-                raise ConfigError(
-                    f"data.mixture: images of {inner} lie in {outer} too, such as {self.name(pair[0])}, and would have "
-                    "the shares of both: give places without images in common"
-                )
+                    why = f"data.mixture: {inner} and {outer} are the same place or images"
+                    raise ConfigError(f"{why}: give it once, with the sum of its shares")
+                why = f"data.mixture: images of {inner} lie in {outer} too, such as {self.name(pair[0])}"
+                raise ConfigError(f"{why}, and would have the shares of both: give places without images in common")
 
     def _is_one_file(self, first: int, second: int) -> bool:
         """Whether images with equal keys are one file: keys of folders are from when these were listed."""
@@ -149,9 +145,8 @@ def place_of(part: MixturePart, root: str | None) -> str:
     if is_url(path):
         return path
     if root is None and not os.path.isabs(path):
-        raise ConfigError(
-            f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
-        )
+        why = f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
+        raise ConfigError(why)
     return os.path.join(os.path.expanduser(root or ""), path)
 
 
@@ -247,10 +242,8 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     elif source.labels is not None:
         labels = np.array(source.labels, np.int64)
     else:
-        raise ConfigError(
-            "data.balance classes: the images have no classes (docs/data.md says where they come from); for clusters "
-            "of their features: data.balance clusters:FILE"
-        )
+        why = "data.balance classes: the images have no classes (docs/data.md says where they come from)"
+        raise ConfigError(f"{why}; for clusters of their features: data.balance clusters:FILE")
     # Groups (part, label) are numbered without gaps, part after part; -1 where the label is -1.
     has, groups = labels >= 0, np.full(len(labels), -1, np.int64)
     keys = part_of[has] * (labels.max(initial=0) + 1) + labels[has]
@@ -286,9 +279,8 @@ def _read_clusters(file: str, source: Source) -> np.ndarray:
                 clusters[count] = numbers.setdefault(cluster, len(numbers))
         count += 1
     if count != len(source):
-        raise DataError(
-            f"data.balance: {file} has {count} rows, and there are {len(source)} images: make it again for these"
-        )
+        why = f"data.balance: {file} has {count} rows, and there are {len(source)} images: make it again for these"
+        raise DataError(why)
     return clusters
 
 

@@ -220,10 +220,8 @@ def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:
         raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
     by_part = options.clip_by != optim.WHOLE
     if by_part and not config.clipping:
-        raise ConfigError(
-            "optimizer.clip_by part clips nothing with gradient_clipping 0: set --ds.gradient_clipping to a norm "
-            "(DINOv2: 3.0), or optimizer.clip_by network"
-        )
+        why = "optimizer.clip_by part clips nothing with gradient_clipping 0"
+        raise ConfigError(f"{why}: set --ds.gradient_clipping to a norm (DINOv2: 3.0), or optimizer.clip_by network")
     if by_part and offloads_optimizer(config.raw["zero_optimization"]):
         raise ConfigError(
             "optimizer.clip_by part does not go with zero_optimization.offload_optimizer, where DeepSpeed clips by the "

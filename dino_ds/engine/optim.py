@@ -93,10 +93,8 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
             group = PROTOTYPES
         groups.setdefault((part, group, multipliers.get(name, 1.0), kind), []).append(parameter)
     if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
-        raise ConfigError(
-            "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions, and this network trains "
-            "none: set optimizer.kind adamw"
-        )
+        why = "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions"
+        raise ConfigError(f"{why}, and this network trains none: set optimizer.kind adamw")
     parts = list(dict.fromkeys(part for part, *_ in groups))
     order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), *key[2:]))
     return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]

@@ -91,10 +91,8 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
             raise ConfigError(f"{where} is in use: give another --master_port") from error
         if several:
             first_line = next(iter(str(error).splitlines()), "")
-            raise ConfigError(
-                f"rank {mine} does not get through to the ranks of other machines ({first_line[:160]}): name the "
-                f"interface between them, {GLOO}=eth0 (and {NCCL} for GPUs)"
-            ) from error
+            why = f"rank {mine} does not get through to the ranks of other machines ({first_line[:160]})"
+            raise ConfigError(f"{why}: name the interface between them, {GLOO}=eth0 (and {NCCL} for GPUs)") from error
         raise
 
 

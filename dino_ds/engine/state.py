@@ -172,9 +172,8 @@ def import_state(
         parameters.check_fits(shapes)
         for name, flat_kind in ((piece.parameter, flat.kind) for flat in flats for piece in flat.pieces):
             if parameters.kinds[name] != flat_kind:
-                raise CheckpointError(
-                    f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {flat_kind}'s"
-                )
+                why = f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {flat_kind}'s"
+                raise CheckpointError(why)
         for flat in flats:
             _fill(flat.master, MASTER, flat.pieces, parameters)
             step = parameters.step_of(piece.parameter for piece in flat.pieces)
@@ -240,9 +239,8 @@ class SavedParameters:
         if differ:
             first = differ[0]
             saved, ours = (list(of[first]) if first in of else "absent" for of in (self.shapes, shapes))
-            raise CheckpointError(
-                f"model differs from the checkpoint in {len(differ)} tensors, first {first} {saved} vs {ours}"
-            )
+            why = f"model differs from the checkpoint in {len(differ)} tensors, first {first} {saved} vs {ours}"
+            raise CheckpointError(why)
 
     def step_of(self, parameters: Iterable[str]) -> int:
         """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if none were counted.
@@ -250,9 +248,8 @@ class SavedParameters:
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:
             (a, first), (b, second) = list(steps.items())[:2]
-            raise CheckpointError(
-                f"the moments of {first} have seen {a} steps and those of {second} {b}, and they now share a group"
-            )
+            why = f"the moments of {first} have seen {a} steps and those of {second} {b}, and they now share a group"
+            raise CheckpointError(why)
         return next(iter(steps), 0)
 
     def read(self, kind: str, parameter: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

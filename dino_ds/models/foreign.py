@@ -73,9 +73,8 @@ class ForeignBackbone(Backbone):
         try:
             self._shapes(height, width)
         except Exception as error:  # whatever a foreign network raises
-            raise ConfigError(
-                f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error).rstrip('.')}"
-            ) from None
+            why = f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error).rstrip('.')}"
+            raise ConfigError(why) from None
 
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Shapes of the features of two images, and of their patch features, or None without patch features."""

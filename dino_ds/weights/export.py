@@ -130,9 +130,8 @@ def timm_config(model: Backbone) -> dict[str, Any]:
     known = timm_model(model, _like_timm(model.vit.arch) if model.is_vit else None)
     if known is None:
         problem = "with these norms or rotary positions" if model.is_vit else "is a class of your own"
-        raise ConfigError(
-            f"{spec.title} {problem}, which neither timm nor transformers can build: take --format safetensors"
-        )
+        why = f"{spec.title} {problem}, which neither timm nor transformers can build: take --format safetensors"
+        raise ConfigError(why)
     # transformers hands them to timm.create_model, which drops None; from a folder timm would not.
     name, arguments = known[0], {key: value for key, value in known[1].items() if value is not None}
     return {

@@ -175,9 +175,8 @@ def split_network(tensors: dict[str, Tensor]) -> Weights:
         )
     chosen = [prefix for prefix in prefixes if "teacher" in prefix] if len(prefixes) > 1 else prefixes
     if len(chosen) != 1:
-        raise CheckpointError(
-            f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
-        )
+        why = f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
+        raise CheckpointError(why)
     prefix = chosen[0]
     owner = prefix.removesuffix("backbone.")
     mask, cls = tensors.get(f"{prefix}mask_token"), tensors.get(f"{prefix}cls_token")

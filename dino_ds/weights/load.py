@@ -83,9 +83,8 @@ class Backbone(nn.Module):
                 name = str(image)
                 return self._crop(decode.load_image(encoded.NamedFiles([name]), 0, self.value_range, channels))
             if not isinstance(image, Image.Image | np.ndarray):
-                raise ConfigError(
-                    f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
-                )
+                why = f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
+                raise ConfigError(why)
             values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else image
             return self._crop(decode.prepared(values.reshape(*values.shape[:2], -1), self.value_range, name))
         except UnreadableImage as error:
@@ -144,10 +143,8 @@ class Backbone(nn.Module):
     def vit(self) -> VisionTransformer:
         """The network, if it is a Vision Transformer of dino_ds. Raises ConfigError for another one."""
         if not isinstance(self.network, VisionTransformer):
-            raise ConfigError(
-                f"{self.title} is not a Vision Transformer that dino_ds builds: attention and "
-                "the tokens of single blocks are of those alone"
-            )
+            why = f"{self.title} is not a Vision Transformer that dino_ds builds"
+            raise ConfigError(f"{why}: attention and the tokens of single blocks are of those alone")
         return self.network
 
     @contextmanager
@@ -182,9 +179,8 @@ def load(
     asked = None
     if backbone is not None:
         if backbone in BACKBONES:
-            raise CheckpointError(
-                f"--backbone {backbone}: Vision Transformers are known by their tensors; leave it out"
-            )
+            why = f"--backbone {backbone}: Vision Transformers are known by their tensors; leave it out"
+            raise CheckpointError(why)
         allow_code([backbone])
         try:
             asked = foreign_spec(str(backbone))
@@ -338,9 +334,8 @@ def _usual_heads(width: int, depth: int) -> int:
         if (arch.width, arch.depth) == (width, depth):
             return arch.heads
     usual = f" (usual: {width // 64})" if width % 64 == 0 else ""
-    raise CheckpointError(
-        f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
-    )
+    why = f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
+    raise CheckpointError(why)
 
 
 def fit_tensors(

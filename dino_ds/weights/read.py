@@ -64,9 +64,8 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
         if not teacher.is_file():
             raise CheckpointError(f"{teacher} is {'not a file' if has_teacher else 'missing'}: {instead}")
         if not has_about:
-            raise CheckpointError(
-                f"{about} is missing, and it says what {teacher.name} is and how its images are prepared: {instead}"
-            )
+            why = f"{about} is missing, and it says what {teacher.name} is and how its images are prepared: {instead}"
+            raise CheckpointError(why)
     if not teacher.is_file():
         return read_weights(path, asked=asked)
     return _with_checkpoint(path, read_weights(teacher, asked=asked))
@@ -102,9 +101,8 @@ def _from_timm(name: str) -> layouts.Weights:
             reason = one_line(error)
             if unknown_host and "pretrained tag" not in reason:
                 reason = f"no network: {unknown_host} is not known here"
-            raise CheckpointError(
-                f"the weights of {name} are neither in the cache nor available ({reason}); give a file of weights"
-            ) from None
+            why = f"the weights of {name} are neither in the cache nor available ({reason}); give a file of weights"
+            raise CheckpointError(why) from None
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
@@ -283,10 +281,8 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
 def _read_folder(folder: Path) -> Content:
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise CheckpointError(
-            f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]}); give one of them, "
-            "or a file of weights; a folder of images goes to --root"
-        )
+        why = f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]})"
+        raise CheckpointError(f"{why}; give one of them, or a file of weights; a folder of images goes to --root")
     if file.suffix != ".json":
         return read_file(file)
     parts = sidecar.read_json(file).get("weight_map")

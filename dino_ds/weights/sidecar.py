@@ -78,10 +78,8 @@ def read_facts(sidecar: Path) -> Facts:
         check_format(facts.get("format"), sidecar, "write the weights again with this dino_ds")
     rest = {key: value for key, value in facts.items() if key != _SUM}
     if _FILE in facts and facts.get(_SUM, content_sum(rest)) != content_sum(rest):
-        raise CheckpointError(
-            f"{sidecar} is damaged or was edited (its own checksum differs): bring it back; if the edit is meant, "
-            f"remove its {_SUM!r}"
-        )
+        why = f"{sidecar} is damaged or was edited (its own checksum differs)"
+        raise CheckpointError(f"{why}: bring it back; if the edit is meant, remove its {_SUM!r}")
     return facts
 
 
@@ -237,10 +235,8 @@ def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalizati
         if not all(1 / _MOST**2 <= value <= _MOST for value in std):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
-            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
-        ) from None
+        why = f"the JSON beside the weights has an unusable mean or std of {channels} channels"
+        raise CheckpointError(f"{why}: {str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}") from None
     return Normalization(mean, std)
 
 
@@ -258,9 +254,8 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
         if not (-1e18 <= low < high <= 1e18 and high - low >= 1e-18):  # as data.value_range
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
-        ) from None
+        why = f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        raise CheckpointError(why) from None
     return low, high
 
 

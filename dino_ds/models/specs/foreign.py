@@ -295,9 +295,8 @@ def _segments(network: Any) -> tuple[str, ...]:
 def foreign_spec(name: str) -> ForeignSpec:
     """The spec of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
     if answer := weights_elsewhere(name):
-        raise ValueError(
-            f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
-        )
+        why = f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
+        raise ValueError(why)
     if ":" in name:
         if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
             raise ValueError(f"{name!r} is not a class of yours as module:Class")
