@@ -30,18 +30,16 @@ _READERS = (NPY, DICOM, TIFF)
 ENDINGS = PILLOW | {reader.name: reader.endings for reader in _READERS}
 """Endings of the files of each format, the usual one first."""
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))  # endings of all image files
-_SIDE_FILES = tuple(
+_SIDE_FILES = tuple(  # endings of files about images, which are ignored without a note
     b".txt .json .jsonl .csv .tsv .xml .yaml .yml .toml .ini .cfg .md .rst .html .htm .css .js .pdf .log .lst .cls "
     b".pyd .py .ipynb .sh .pkl .pth .pt .safetensors .mat .db .sha256 .md5 .lock .xmp .aae .thm .url readme license "
     b"makefile dicomdir".split()
 )
-"""Endings of files about images, which are ignored without a note."""
 _ENDING = re.compile(rb"\.[^./]*[^\d./][^./]*$")  # an ending; the names of DICOM files may end in numbers
-_PILLOW_HEADS = re.compile(
+_PILLOW_HEADS = re.compile(  # first bytes of the formats that Pillow reads, but TIFF
     rb"(?s)\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{4}\0{4}|GIF8[79]a|P[2356]\s+[\d#]|\0{3}\x0cjP  |"
     rb".{4}ftypavi[fs]"
 )
-"""First bytes of the formats that Pillow reads, but TIFF."""
 HEAD = 132  # bytes that tell the format of a file: DICOM's mark ends there
 _IMAGES = tuple(map(os.fsencode, EXTENSIONS))
 _KNOWN = (*_IMAGES, *_SIDE_FILES)

@@ -18,7 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from dino_ds.basics.formatting import range_text
 
 _HEAD = 500
-PILLOW = {
+PILLOW = {  # endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used.
     "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
     "PNG": (".png",),
     "WEBP": (".webp",),
@@ -29,7 +29,6 @@ PILLOW = {
     "JPEG2000": (".jp2",),
     "AVIF": (".avif",),
 }
-"""Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
 ValueRange = tuple[float, float]  # values that become 0 and 1; for 8-bit images always 0 and 255
 _BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # a TIFF tag, and its value in files whose lowest number is white

@@ -37,11 +37,10 @@ from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.layouts import Weights
 from dino_ds.weights.start import InitialWeights, find_start
 
-_LEVERS = {
+_LEVERS = {  # performance options that not every backbone obeys, and the networks that they are for
     **dict.fromkeys(("attention", "packed", "cls_only_last_block"), "ViTs that dino_ds builds itself"),
     "channels_last": "networks that dino_ds does not build itself",
 }
-"""Performance options that not every backbone obeys, and the networks that they are for."""
 
 
 def check_backbone(recipe: Recipe, network: Network) -> None:

@@ -24,8 +24,7 @@ class Teacher:
         self.dtype = dtype
         self._device = next(network.parameters()).device
         self._running = network
-        self._batch_norms: list[batch_norm.BatchNorm] = []
-        """Layers of `_running` that normalize by the batch."""
+        self._batch_norms: list[batch_norm.BatchNorm] = []  # layers of `_running` that normalize by the batch
         self._unsynced: list[Tensor] = []
 
     @torch.no_grad()

@@ -36,12 +36,11 @@ _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
 """Our names of dino's and dinov2's projection heads."""
 HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
 """A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
-_PROTOTYPES = {
+_PROTOTYPES = {  # names of a head's prototypes, of which only the directions count -> names of their lengths
     "prototypes.weight": "prototypes.lengths",
     "last_layer.weight_v": "last_layer.weight_g",
     "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
 }
-"""Names of a head's prototypes, of which only the directions count -> names of their lengths."""
 _PLAIN = "last_layer.weight"
 """Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
 BASE = 100.0  # base of the periods of all released networks, of which files have only the periods

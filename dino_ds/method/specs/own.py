@@ -116,7 +116,7 @@ def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any
         raise ConfigError(f"{key}: the fields of {spec.__name__} can't be checked: {one_line(error)}") from None
 
 
-_TERMS: dict[str, type[TermSpec]] = {
+_TERMS: dict[str, type[TermSpec]] = {  # our loss terms in the order of the objective
     "dino": DinoSpec,
     "ibot": IbotSpec,
     "coding_rate": CodingRateSpec,
@@ -124,14 +124,12 @@ _TERMS: dict[str, type[TermSpec]] = {
     "gram": GramSpec,
     "preserve": PreserveSpec,
 }
-"""Our loss terms in the order of the objective."""
-_TEACHERS: dict[str, type[TeacherSpec]] = {
+_TEACHERS: dict[str, type[TeacherSpec]] = {  # our teachers, the exported one first
     "ema": EmaSpec,
     "frozen": FrozenSpec,
     "gram": GramTeacherSpec,
     "start": StartSpec,
 }
-"""Our teachers, the exported one first."""
 
 
 def _weights(recipe: RecipeSections) -> dict[str, Ramp]:

@@ -28,11 +28,10 @@ _PROBES = (224, 256, 64)  # sides in pixels of trial images, tried in this order
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 """Arguments with which timm's models take sizes other than their native one."""
 SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
-_NOT_ARGUMENTS = (
+_NOT_ARGUMENTS = (  # arguments of timm.create_model that dino_ds sets itself, or that read or download files
     *("in_chans", "num_classes", "features_only"),
     *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
 )
-"""Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
 
 
 def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
