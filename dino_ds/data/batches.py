@@ -47,8 +47,8 @@ _DRAWS = -4  # reserved negative image index that seeds the global generators, f
 
 
 def automatic_workers(ranks: int | None = None) -> int:
-    """Number of workers of each of a node's `ranks`, by default those of this node: its share of the cores, less one
-    for its training; at most 16."""
+    """Number of workers of each of a node's `ranks`, by default this node's: its share of the cores, less one to train;
+    at most 16."""
     return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, MAX_WORKERS))
 
 
@@ -143,7 +143,7 @@ def start_workers(loader: DataLoader[Any], source: Source) -> Iterator[Any]:
 def _process_context() -> ForkServerContext:
     """Context that forks workers from a small server process, which has imported the loader once. A plain fork would
     copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import torch in each worker,
-    5 seconds of a core apiece."""
+    which takes 5 seconds."""
     machine.shorten_socket_names()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])

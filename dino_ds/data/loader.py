@@ -1,7 +1,7 @@
 """Batches of crops, epoch after epoch, from any position in the data; the next one is copied to the device and
 augmented during the current training step. The global batches depend on (seed, epoch) and the global batch size alone;
-ranks, micro-batches and workers only divide the work. So a run may be resumed, or repeated on other hardware, with the
-same images in the same order."""
+ranks, micro-batches and workers only divide the work. So a run resumes, or repeats on other hardware, with the same
+images in order."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class ResumableSampler(Sampler[BatchKeys]):
     """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws. Micro-batch m of a
     step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch. Images that do not fill
     a global batch at the end of an epoch are left out; each epoch leaves out different ones. `images`: number in the
-    source. `options`: the loader's options. `start`: position at which a step begins. `draws`: how often each image is
-    drawn; None = equally often."""
+    source. `options`: the loader's options. `start`: position at which a step begins. `draws`: times each image is
+    drawn; None = equal."""
 
     def __init__(self, images: int, options: LoaderOptions, start: Position, draws: Draws | None = None) -> None:
         self._images, self._options, self._start, self._draws = images, options, start, draws

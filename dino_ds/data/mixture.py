@@ -151,7 +151,7 @@ def place_of(part: MixturePart, root: str | None) -> str:
 
 
 def roots_of(data: DataSection) -> list[str]:
-    """The paths or patterns of a recipe's own images, "" where none are named; [] for a data set by name. Raises
+    """Paths or patterns of a recipe's images, "" where none are named; [] for a named data set. Raises
     ConfigError as `place_of` does."""
     if data.source != "folder":
         return []

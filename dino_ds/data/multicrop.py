@@ -294,8 +294,8 @@ def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
 class EvalCrop:
     """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize. If an image's
     shorter side has at most `size` pixels, it is resized to `size` and not cut. Of an odd border, the smaller half is
-    cut at the left and the top, as in transformers; torchvision rounds half to even: from borders of 3, 7, 11, ...
-    pixels it cuts one more there."""
+    cut at the left and the top, as in transformers; torchvision rounds half to even: it cuts one more of borders of 3,
+    7, ... pixels."""
 
     def __init__(self, size: int, normalization: Normalization) -> None:
         self.size, self.channels, self._normalization = size, len(normalization.mean), normalization

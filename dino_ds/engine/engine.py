@@ -1,5 +1,4 @@
-"""Builds DeepSpeed's engine, without work that only costs time, and wraps it: outputs, steps, FP32 masters, training
-state."""
+"""Builds DeepSpeed's engine, without needless work, and wraps it: outputs, steps, FP32 masters, training state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process: its device and memory, the import of DeepSpeed without its warnings, and joining the launcher's process
+"""This process: its device and memory, DeepSpeed's import without warnings, and joining the launcher's process
 group."""
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ def memory_gib() -> float:
 
 
 def resident_mib(peak: bool = False) -> float:
-    """Resident set of this process, now or at its peak. Read from /proc if it exists: getrusage's maximum begins with
-    that of the parent process."""
+    """Resident set of this process, now or at its peak. From /proc if it exists: getrusage's maximum begins with the
+    parent's."""
     status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
     for line in status.read_text().splitlines() if status.exists() else []:
         if line.startswith(wanted):

@@ -1,6 +1,6 @@
 """Schedules: pure functions of the number of applied optimizer steps. Source: facebookresearch/dino `cosine_scheduler`:
-warm-up starts at its start value at step 0 and reaches the base value at its last step; the cosine approaches its final
-value and never reaches it."""
+warm-up starts at its start value at step 0 and reaches the base value at its last step; the cosine never reaches its
+final value."""
 
 from __future__ import annotations
 

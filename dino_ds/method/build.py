@@ -118,8 +118,8 @@ def check_names(terms: Mapping[str, Term]) -> None:
 
 
 def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Iterable[str]) -> None:
-    """Raise ConfigError if a term reads a teacher that the run lacks, or a feature that the student or that teacher
-    does not have with these crops."""
+    """Raise ConfigError if a term reads a teacher that the run lacks, or a feature that its network lacks with these
+    crops."""
     groups, teachers = list(groups), list(teachers)
     for name, term in objective.terms.items():
         if unknown := sorted(term.needs.teachers.keys() - set(teachers)):
@@ -172,8 +172,7 @@ def build_by_spec(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts)
 def build_step(
     recipe: Recipe, config: DsConfig, epoch_steps: int, start: tuple[str, Weights] | None = None
 ) -> step.TrainingStep:
-    """Build student, teachers and objective of a recipe on this process group; every rank must call it. For `start` see
-    `build_network`."""
+    """Build student, teachers and objective of a recipe; every rank must call it. `start`: as in `build_network`."""
     check_levers(recipe, config.performance)
     # Torch prefers cuDNN's attention on Hopper. With one query, as in the last block, its gradients may be NaN on an
     # H200 (NVIDIA/cudnn-frontend#1072).

@@ -38,8 +38,8 @@ class TeacherOptions:
     of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
     or "off". `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its
     crops (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by
-    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports
-    use the running averages."""
+    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations use the
+    averages."""
 
     dtype: torch.dtype = torch.float32
     keep_copy: bool = False
@@ -54,8 +54,8 @@ class EmaTeacher(Teacher):
     precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     Weights that the student never trains keep their values from before any rounding. Matrices A and B of adapters
     (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of products. Of
-    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm's
-    see `TeacherOptions`."""
+    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm:
+    `TeacherOptions`."""
 
     def __init__(
         self,

@@ -49,8 +49,8 @@ class Case:
 
 
 class FastPath(NamedTuple):
-    """where: what takes it, and the module; plain: what takes its place; tolerance: of their relative difference, which
-    `compare` returns."""
+    """where: what takes it; plain: what takes its place; tolerance: of their relative difference, which `compare`
+    returns."""
 
     name: str
     where: str
@@ -72,8 +72,8 @@ EVERY = "every fast path"
 
 
 def settle(case: Case) -> DsConfig:
-    """Decide which fast paths this process takes; returns the config without the others, with notes on these alone.
-    Every rank must call it."""
+    """Decide which fast paths this process takes; returns the config without the others, and notes on these. Every rank
+    calls it."""
     problems = dict[str, str]()
     if not case.config.performance.fast_paths:
         problems = {path.name: "dino_ds.fast_paths is false" for path in FAST_PATHS}
@@ -116,8 +116,7 @@ def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> feed.
 
 
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
-    """Losses, a teacher's rows, their Sinkhorn-Knopp sums and the gradients of the run's heads and two of its blocks,
-    with these fast paths."""
+    """With these fast paths: losses, a teacher's rows, Sinkhorn-Knopp sums, and gradients of heads and two blocks."""
     performance, device, images = _take(case, taken), case.device, case.config.micro_batch
     dtype = process.DTYPES[case.config.precision]
     two_blocks = case.recipe.model.model_copy(update={"depth": 2, "train": "all", "init_from": None})

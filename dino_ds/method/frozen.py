@@ -84,8 +84,7 @@ class FixedTeacher(FrozenTeacher):
 def place_frozen(network: Network, source: FrozenSource, config: DsConfig) -> str:
     """Fill a `network` on the meta device with the tensors of `source`, on this process's device. Matrices are in the
     engine's precision where autocast would cast them to it: results are the same. Every rank must call it. Returns the
-    digest of its tensors. Raises CheckpointError for tensors that do not fit the network, and if ranks have read
-    different tensors."""
+    digest of its tensors. Raises CheckpointError for tensors that do not fit, and if ranks have read different ones."""
     dtype = DTYPES[config.precision]
     if rehearsing():
         allocate(network, dtype)

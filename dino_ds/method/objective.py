@@ -106,8 +106,7 @@ class TermLoss(NamedTuple):
 
 class TargetEntropy(NamedTuple):
     """Facts about a term's scalar that is the mean entropy of targets. prototypes: number of prototypes; cross_entropy:
-    name of the scalar with the cross-entropy (None: the term's loss); rows: what has one target each, as messages name
-    it."""
+    name of the scalar with the cross-entropy (None: the term's loss); rows: what has a target each."""
 
     prototypes: int
     cross_entropy: str | None = None
@@ -148,8 +147,8 @@ class RunningMean:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Update the mean with the window's total (k + 1,) over all ranks, and begin a new window. Without rows the
-        mean does not change."""
+        """Update the mean with the window's total (k + 1,) over all ranks, unless it has no rows, and begin a new
+        window."""
         moves = total[-1].clamp_max(1 - self.momentum)  # or 0 without rows: total[-1] is an integer
         self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()

@@ -56,8 +56,7 @@ class Teacher:
         return {}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """Moving buffers, FP32, that differ between ranks within a step; each applied step replaces them by their mean
-        over ranks."""
+        """Moving buffers, FP32, that differ between ranks until an applied step replaces them by their mean."""
         return self._unsynced
 
     @property

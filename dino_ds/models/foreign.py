@@ -1,5 +1,4 @@
-"""A timm network, or the user's own, as a backbone whose parameters keep their names; and the class that any spec is
-built by."""
+"""A timm network, or the user's own, as a backbone whose parameters keep their names; and the class of any spec."""
 
 from __future__ import annotations
 

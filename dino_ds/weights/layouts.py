@@ -163,8 +163,7 @@ def few(names: list[str]) -> str:
 def split_network(tensors: dict[str, Tensor]) -> Weights:
     """The teacher's backbone and heads among the tensors of a file. Prefixes of DDP and torch.compile are dropped. The
     backbone is the network with the patch embedding; its heads are `head` or dinov2's `dino_head` next to it, and
-    `ibot_head`. Raises CheckpointError without a ViT, and for several ViTs of which not exactly one is called teacher.
-    """
+    `ibot_head`. Raises CheckpointError unless there is one ViT, or one called teacher."""
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
     prefixes = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
     if not prefixes:
@@ -261,8 +260,7 @@ def check_keys(name: str, bias: Tensor) -> None:
 
 
 def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """The network with or without biases of queries and values, as `wanted`, if these are zero, as in released files;
-    and notes on it."""
+    """The network with or without biases of queries and values, as `wanted`, if these are zero; and notes on it."""
     names = [name for name in backbone if name.endswith((".attn.q_bias", ".attn.v_bias"))]
     if not has_rope(backbone) or bool(names) == wanted:
         return dict(backbone), []

@@ -1,7 +1,5 @@
-"""A trained backbone in Python: its features, patch tokens and attention.
-
-model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
-features = model.features(model.preprocess(image)[None])"""
+"""A trained backbone in Python: its features, patch tokens and attention. model = dino_ds.load("runs/quickstart")
+# or a file of weights, a Hugging Face folder, a timm name features = model.features(model.preprocess(image)[None])"""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ class Backbone(nn.Module):
     "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for hidden patches in
     training, or None if unknown; `notes` what the source does not state and what was left out of it; `value_range` the
     values of black and white in training images deeper than 8 bits, or None without such images; `normalization` the
-    mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's for the images of the run,
-    if they are known."""
+    mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's, if known."""
 
     mask_token: Tensor | None = None
     crop_pct: float | None = None
@@ -103,8 +100,7 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def patch_tokens(self, images: Tensor) -> Tensor:
         """Tokens of the patches after the final norm, (b, height, width of the grid, width). Networks other than ViTs
-        return the feature map before pooling, with its own width. Raises ConfigError for a network without such a map.
-        """
+        return the feature map before pooling, with its own width. Raises ConfigError if it has none."""
         with self._explained(images):
             grid = self.network.patch_grid(*images.shape[-2:])
             features: dict[str, Tensor] = self.network({"images": [images]}, patches=("images",))
@@ -342,8 +338,7 @@ def fit_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
     """`tensors`, which must have the names and shapes of `shapes`; a position embedding of another size is resized.
-    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
-    shapes."""
+    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for other names and shapes."""
     missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
         raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")

@@ -41,8 +41,7 @@ _STAND_INS = (
 def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> layouts.Weights:
     """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
     may be downloaded. A run's heads and mask token are read from its checkpoints. asked: the network that the user
-    names, if no file does. All that is read from a run, a checkpoint or an export is verified. Raises CheckpointError
-    for any other `source`."""
+    names, if no file does. All of a run, a checkpoint or an export is verified. Raises CheckpointError."""
     path = Path(os.path.expanduser(source))
     there = os.path.exists(path)  # also False for a name that no file can have
     base, _, tag = str(source).partition(".")
@@ -73,8 +72,8 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
 
 @contextmanager
 def _without_retries() -> Iterator[str]:
-    """Use the hub's cache alone where its host is not known, which is yielded, else "": the hub's client would ask for
-    a minute."""
+    """Use the hub's cache alone where its host is unknown, which is yielded, else "": its client would ask for a
+    minute."""
     from huggingface_hub import constants
 
     host, offline = urlsplit(constants.ENDPOINT).hostname or "", constants.HF_HUB_OFFLINE
@@ -320,8 +319,7 @@ class _Settings:
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of the teacher in a torch file. Raises CheckpointError for other files, and for files that hold more
-    than data."""
+    """The tensors of the teacher in a torch file. Raises CheckpointError for other files, and for more than data."""
     try:
         with torch.serialization.safe_globals([(_Settings, name) for name in _STAND_INS]):
             content: Any = torch.load(path, map_location="cpu", weights_only=True)

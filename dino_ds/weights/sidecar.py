@@ -192,8 +192,7 @@ def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
 
 
 def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """Length and CRC32 of a file, as by `checksum`, but a file that has not changed since this process read it is not
-    read again. Raises OSError."""
+    """Length and CRC32 of a file, as by `checksum`, but an unchanged file is not read again. Raises OSError."""
     at = path.stat()
     key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key in _known_sums:
@@ -208,8 +207,7 @@ def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes:
 
 def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
     """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
-    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where those of other channels are not
-    stated."""
+    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and if those of others are missing."""
     stated = stated_normalization(about, channels)
     if stated is None and channels not in USUAL_CHANNELS:
         raise CheckpointError(
@@ -221,8 +219,7 @@ def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
 
 def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
     """Mean and deviation as the file next to the weights states them, None if it does not. A single number holds for
-    all channels. Raises CheckpointError unless there is a number per channel, and for deviations that are not positive.
-    """
+    all channels. Raises CheckpointError for other counts or deviations."""
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
         return None

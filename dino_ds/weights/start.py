@@ -68,8 +68,7 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
 
 def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes: list[str] | None) -> Recipe:
     """`recipe` with these flags, and crop sizes, where none are set, for weights of images of `side` pixels: the
-    defaults, unless these are too large or not multiples of the patch; adds a note on sizes that are not the defaults.
-    """
+    defaults, unless these are too large or not multiples of the patch; adds a note on others."""
     usual, missing = CropsSection(), _sizes_not_given(recipe.crops)
     large = min(usual.global_size, side) if "global_size" in missing else recipe.crops.global_size
     fitting = zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True)
@@ -287,8 +286,7 @@ def channels_of(weights: Weights) -> int:
 def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
     """Adapt the weights of a backbone to images of `channels` channels; returns them, and a text on how this was done.
     A gray image, which is equal in all channels, keeps its features, unless a network other than our ViTs standardizes
-    its weights. Raises CheckpointError where a tensor other than a convolution's weight depends on the number of
-    channels."""
+    its weights. Raises CheckpointError where another tensor depends on the number of channels."""
     before, spec = channels_of(weights), weights.spec
     if before < 1:
         raise CheckpointError(f"its {_PATCHES} is for images without channels")

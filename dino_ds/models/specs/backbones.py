@@ -27,8 +27,7 @@ _DINOV2 = {"small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)
 @dataclass(frozen=True)
 class TrainedPart:
     """The part of a backbone that is trained; heads always are. kind: "all", "last N blocks", "norms_and_biases" or
-    "lora": adapters of `rank`, scaled by `alpha` / `rank`, in the linear layers named `layers`, or in all linear layers
-    if that is empty."""
+    "lora": adapters of `rank`, scaled by `alpha` / `rank`, in the linear layers named `layers`, or in all."""
 
     kind: str = ALL
     rank: int = 8
@@ -71,8 +70,8 @@ class ViTSpec(BackboneSpec):
     LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training the CLS token of local
     crops has another one. With `registers` tokens (after the CLS token) the position embedding covers the patches only:
     timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name for, is the timm model
-    that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; weights of other projects may have been
-    trained with another."""
+    that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; other projects' weights may have
+    another."""
 
     told_by_tensors: ClassVar[bool] = True
     title = "Vision Transformer"

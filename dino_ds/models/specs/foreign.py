@@ -141,7 +141,7 @@ class ForeignSpec(BackboneSpec):
 @dataclass(frozen=True)
 class NetworkFacts:
     """Facts about a foreign network, which are known once it is built. `width`, `patch_width`, `stride`, `timm_layers`:
-    as the spec's; `segments`: the names of the modules that are compiled and recomputed one by one, in order;
+    as the spec's; `segments`: the modules that are compiled and recomputed one by one, in order;
     `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth; `untrainable`:
     why it can't be trained, or ""."""
 
