@@ -239,10 +239,9 @@ def _check_alpha(alpha: np.ndarray, white: int) -> None:
     counts = np.bincount(alpha.reshape(-1), minlength=white + 1)
     between = counts[1:white]
     if between.sum() > counts[white] and np.count_nonzero(between) > 16:
-        raise ValueError(
-            "its last channel is called alpha and varies like an image's: take all channels (--model.in_chans 4 for "
-            "RGB and one more), or write the file without it"
-        )
+        why = "its last channel is called alpha and varies like an image's"
+        more = "take all channels (--model.in_chans 4 for RGB and one more)"
+        raise ValueError(f"{why}: {more}, or write the file without it")
 
 
 def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:

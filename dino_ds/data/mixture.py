@@ -33,8 +33,7 @@ class Mixture(EncodedImages, Joined):
     images; ConfigError for a part that is named twice or has no path, and for parts with images in common."""
 
     def __init__(self, parts: Sequence[MixturePart], root: str | None, cache_gib: float = 0.0) -> None:
-        self.parts = tuple(parts)
-        self.sources = list[EncodedImages]()
+        self.parts, self.sources = tuple(parts), list[EncodedImages]()
         for part in parts:
             try:
                 self.sources.append(open_files(place_of(part, root), cache_gib))
@@ -271,10 +270,9 @@ def _read_clusters(file: str, source: Source) -> np.ndarray:
             if name != source.name(count) and not (  # the root may have moved since
                 member is not None and name.endswith("/" + printable(member(count)))
             ):
-                raise DataError(
-                    f"data.balance: row {count + 1} of {file} is of {printable(name)}, and image {count + 1} of the "
-                    f"data is {source.name(count)}: make it again for these images, in the order of dino-ds embed"
-                )
+                why = f"data.balance: row {count + 1} of {file} is of {printable(name)}"
+                more = f"and image {count + 1} of the data is {source.name(count)}"
+                raise DataError(f"{why}, {more}: make it again for these images, in the order of dino-ds embed")
             if cluster and cluster != "-1":
                 clusters[count] = numbers.setdefault(cluster, len(numbers))
         count += 1

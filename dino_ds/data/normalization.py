@@ -228,7 +228,6 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample, where: str) ->
     if channels and wanted not in channels:
         numbers, most = " or ".join(map(str, sorted(channels))), channels.most_common(1)[0][0]
         keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
-        raise ConfigError(
-            f"{where}model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {numbers} channels"
-            f"; set --model.in_chans {most}{keeps}"
-        )
+        why = f"{where}model.in_chans is {wanted}"
+        more = f"and images of data.source {recipe.data.source} have {numbers} channels"
+        raise ConfigError(f"{why}, {more}; set --model.in_chans {most}{keeps}")

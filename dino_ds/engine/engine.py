@@ -222,10 +222,9 @@ def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:
         why = "optimizer.clip_by part clips nothing with gradient_clipping 0"
         raise ConfigError(f"{why}: set --ds.gradient_clipping to a norm (DINOv2: 3.0), or optimizer.clip_by network")
     if by_part and offloads_optimizer(config.raw["zero_optimization"]):
-        raise ConfigError(
-            "optimizer.clip_by part does not go with zero_optimization.offload_optimizer, where DeepSpeed clips by the "
-            "norm of the whole network: remove the one, or set optimizer.clip_by network"
-        )
+        why = "optimizer.clip_by part does not go with zero_optimization.offload_optimizer"
+        more = "where DeepSpeed clips by the norm of the whole network"
+        raise ConfigError(f"{why}, {more}: remove the one, or set optimizer.clip_by network")
     check_offload(config, options.kind)
 
 

@@ -169,7 +169,12 @@ def import_state(
         parameters = SavedParameters(saved)
         if parameters.optimizer != kind:
             raise CheckpointError(f"the checkpoint has the moments of {parameters.optimizer}, optimizer.kind is {kind}")
-        parameters.check_fits(shapes)
+        names = dict.fromkeys([*shapes, *parameters.shapes])
+        if differ := [name for name in names if shapes.get(name) != parameters.shapes.get(name)]:
+            first = differ[0]
+            there, ours = (list(of[first]) if first in of else "absent" for of in (parameters.shapes, shapes))
+            why = f"model differs from the checkpoint in {len(differ)} tensors, first {first} {there} vs {ours}"
+            raise CheckpointError(why)
         for name, flat_kind in ((piece.parameter, flat.kind) for flat in flats for piece in flat.pieces):
             if parameters.kinds[name] != flat_kind:
                 why = f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {flat_kind}'s"
@@ -232,15 +237,6 @@ class SavedParameters:
                     raise CheckpointError(f"the checkpoint does not hold every element of {name} once: it is damaged")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
-
-    def check_fits(self, shapes: Shapes) -> None:
-        names = dict.fromkeys([*shapes, *self.shapes])
-        differ = [name for name in names if shapes.get(name) != self.shapes.get(name)]
-        if differ:
-            first = differ[0]
-            saved, ours = (list(of[first]) if first in of else "absent" for of in (self.shapes, shapes))
-            why = f"model differs from the checkpoint in {len(differ)} tensors, first {first} {saved} vs {ours}"
-            raise CheckpointError(why)
 
     def step_of(self, parameters: Iterable[str]) -> int:
         """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if none were counted.

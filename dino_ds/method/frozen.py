@@ -90,7 +90,17 @@ def place_frozen(network: Network, source: FrozenSource, config: DsConfig) -> st
         allocate(network, dtype)
         return ""
     with distributed.raise_on_all_ranks():
-        tensors = _tensors(source, network)
+        wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        only = network.backbone.training_only
+        tensors = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
+        for name in only:
+            if (shape := wanted.get(f"backbone.{name}")) is not None:
+                tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
+        for name, shape in trained.adapters_in(wanted).items():
+            tensors.setdefault(name, torch.zeros(shape))  # a file has them merged into its weights
+        for name in network.head_names:
+            tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
+        tensors = load.fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
     checksum = digest(tensors)
     if len(set(distributed.gather_objects(checksum))) > 1:
         raise CheckpointError(f"{source.name}: ranks have read different weights there")
@@ -114,21 +124,6 @@ def meta_network(
         names = dict.fromkeys(query.head for query in asked.values())
         heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
     return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
-
-
-def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
-    """The source's tensors under the network's names. Raises CheckpointError if they do not fit."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    only = network.backbone.training_only
-    tensors = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
-    for name in only:
-        if (shape := wanted.get(f"backbone.{name}")) is not None:
-            tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
-    for name, shape in trained.adapters_in(wanted).items():
-        tensors.setdefault(name, torch.zeros(shape))  # a file has them merged into its weights
-    for name in network.head_names:
-        tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
-    return load.fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
 
 
 def allocate(network: Network, dtype: torch.dtype) -> None:
@@ -213,10 +208,9 @@ def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
         raise ConfigError(f"{teacher} has a head of its own for patches: set objective.ibot_head own")
     stride = recipe.model.spec().stride
     if how.ibot_weight and source.spec.stride != stride:
-        raise ConfigError(
-            f"{teacher} has patches of {source.spec.stride} pixels and the student of {stride}: the loss of masked "
-            "patches needs equal ones; set objective.ibot_weight 0 and crops.mask none, or teacher.distill features"
-        )
+        why = f"{teacher} has patches of {source.spec.stride} pixels and the student of {stride}"
+        more = "the loss of masked patches needs equal ones; set objective.ibot_weight 0 and crops.mask none"
+        raise ConfigError(f"{why}: {more}, or teacher.distill features")
 
 
 def build_teacher(spec: specs.FrozenSpec, parts: TeacherParts) -> FrozenTeacher:

@@ -34,10 +34,9 @@ def build_meta(
     model = recipe.model
     grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
     if performance.compile != "off" and grows:
-        raise ConfigError(
-            "dino_ds.compile does not go with model.stochastic_depth batched that grows: each block keeps another "
-            "number of crops and would be compiled anew; take model.drop_path_growth uniform, or remove one of the two"
-        )
+        why = "dino_ds.compile does not go with model.stochastic_depth batched that grows"
+        more = "each block keeps another number of crops and would be compiled anew"
+        raise ConfigError(f"{why}: {more}; take model.drop_path_growth uniform, or remove one of the two")
     sizes, known = heads_of(recipe), BackboneOptions.__dataclass_fields__
     of_model = {name: value for name, value in model if name in known}
     options = BackboneOptions(mask_token=recipe.hides_patches, **of_model, **speed_options(performance))

@@ -229,8 +229,7 @@ class Objective:
     depend on all micro-batches of a step."""
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
-        self.terms = dict(terms)
-        self.own = OwnStates(terms)
+        self.terms, self.own = dict(terms), OwnStates(terms)
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
         self.entropies = [

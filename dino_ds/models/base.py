@@ -40,9 +40,7 @@ class Backbone(nn.Module, ABC):
 
     def __init__(self, spec: BackboneSpec) -> None:
         super().__init__()
-        self.spec = spec
-        self._checkpointed = 0
-        self.is_compiled = False
+        self.spec, self._checkpointed, self.is_compiled = spec, 0, False
 
     @abstractmethod
     def forward(

@@ -108,27 +108,21 @@ class ForeignBackbone(Backbone):
             images = torch.cat([crop for name in names for crop in crops[name]])
             batch_draws = None if draws is None else draws[:, before : before + len(images)]
             before += len(images)
-            image, maps = self._features(images, batch_draws)
+            for i, drop in enumerate(self._drops):
+                drop.draws = None if batch_draws is None else batch_draws[i]
+            for module in self._caching:  # LeViT and its kin: in evaluation they would reuse the first pass's biases
+                module.attention_bias_cache = {}
+            if images.is_meta or not torch.is_autocast_enabled(images.device.type):
+                images = images.to(next(self.parameters()).dtype)
+            if images.is_cuda if self.options.channels_last is None else self.options.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            image, maps = features_of(self._network[0], images)
             cls.append(image)
             if maps is not None:
                 parts = maps.split([sum(len(crop) for crop in crops[name]) for name in names])
                 named = [pair for pair in zip(names, parts, strict=True) if pair[0] in patches]
                 patch_features |= {patches_of(name): part.flatten(1, 2) for name, part in named}
         return {CLS: torch.cat(cls), **patch_features}
-
-    def _features(self, images: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Images of one size, draws (drop paths, b) or None -> features of images and of patches."""
-        for i, drop in enumerate(self._drops):
-            drop.draws = None if draws is None else draws[i]
-        for module in self._caching:  # LeViT and its kin: in evaluation they would reuse the first pass's biases
-            module.attention_bias_cache = {}
-        weight = next(self.parameters())
-        if images.is_meta or not torch.is_autocast_enabled(images.device.type):
-            images = images.to(weight.dtype)
-        wanted = self.options.channels_last
-        if images.is_cuda if wanted is None else wanted:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return features_of(self._network[0], images)
 
 
 class KeyedDropPath(nn.Module):

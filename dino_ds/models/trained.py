@@ -78,10 +78,9 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
         return
     name = backbone.spec.title
     if backbone.spec.has_batch_norm:
-        raise ConfigError(
-            f"model.train {part.kind}: {name} has BatchNorm, whose statistics would go on moving in layers that are "
-            "frozen: set model.train all, or take a ViT or ConvNeXt"
-        )
+        why = f"model.train {part.kind}"
+        more = f"{name} has BatchNorm, whose statistics would go on moving in layers that are frozen"
+        raise ConfigError(f"{why}: {more}: set model.train all, or take a ViT or ConvNeXt")
     depth, layers = len(backbone.segments()), backbone.layers()
     if part.blocks > depth:
         raise ConfigError(f"model.train {part.kind}: {name} has {depth} blocks: give 1 to {depth}, or model.train all")

@@ -167,10 +167,9 @@ def split_network(tensors: dict[str, Tensor]) -> Weights:
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
     prefixes = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
     if not prefixes:
-        raise CheckpointError(
-            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(sorted(tensors))}; "
-            "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
-        )
+        why = "it holds no Vision Transformer that dino_ds knows"
+        more = f"its tensors are {few(sorted(tensors))}; name another network of timm's or your own"
+        raise CheckpointError(f"{why}: {more}: --backbone of dino-ds export, backbone= in Python")
     chosen = [prefix for prefix in prefixes if "teacher" in prefix] if len(prefixes) > 1 else prefixes
     if len(chosen) != 1:
         why = f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"

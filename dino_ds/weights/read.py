@@ -325,10 +325,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its reader meets
         if refused := re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error)):
-            raise CheckpointError(
-                f"{path} is refused: it holds more than tensors and plain values (an object of {refused[1]}); "
-                "save the tensors alone, as torch.save(checkpoint['teacher'], FILE) does"
-            ) from None
+            why = f"{path} is refused"
+            more = f"it holds more than tensors and plain values (an object of {refused[1]}); save the tensors alone"
+            raise CheckpointError(f"{why}: {more}, as torch.save(checkpoint['teacher'], FILE) does") from None
         # Without the colors of a terminal and torch's long preface.
         reason = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2]
         reason = f"{type(error).__name__}: {one_line(reason)}"

@@ -98,10 +98,9 @@ def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
     if "arguments" in spec.obeys:
         arguments = {"model.arguments": spec.arguments}
         if model.arguments not in ("{}", spec.arguments):
-            raise ConfigError(
-                f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
-                "weights; set --model.arguments {}"
-            )
+            why = f"model.arguments {model.arguments} has no effect"
+            more = f"model.backbone {FROM_SOURCE} takes those of the weights"
+            raise ConfigError(f"{why}: {more}; set --model.arguments {{}}")
     return {"model.backbone": spec.title, "model.in_chans": str(_channels_for(model, spec)), **arguments}
 
 
@@ -330,10 +329,9 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
         old, new = before.get(name, ()), after.get(name, ())
         is_convolution = len(old) == 4 and old[1] == spec.in_chans and new == (old[0], channels, *old[2:])
         if not is_convolution:
-            raise CheckpointError(
-                f"it is for images of {spec.in_chans} channels, this run's have {channels} (model.in_chans), and its "
-                f"{name} {list(old)} can't be adapted to {list(new)}: start without it, or from weights for as many"
-            )
+            why = f"it is for images of {spec.in_chans} channels, this run's have {channels} (model.in_chans)"
+            more = f"and its {name} {list(old)} can't be adapted to {list(new)}"
+            raise CheckpointError(f"{why}, {more}: start without it, or from weights for as many")
     return names
 
 

@@ -135,9 +135,18 @@ class ViTSpec(BackboneSpec):
         arguments: dict[str, Any] = {"patch_size": self.patch_size, "embed_dim": self.width, "depth": self.depth}
         arguments |= {"num_heads": self.heads, "in_chans": self.in_chans}
         size = {} if image_size is None else {"img_size": image_size}
-        if self.rope is not None:
-            known = self._timm_eva(name)
-            return None if known is None else (known[0], arguments | known[1] | size)
+        if self.rope is not None:  # timm's functions for DINOv3 fix norms and positions, and have LayerScale
+            like = VITS.get(name, _DINOV3)
+            if like.rope is None or name not in VITS:
+                name, like = "vit_small_patch16_dinov3", _DINOV3
+            fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
+            if self.layer_scale is None or any(getattr(self, key) != getattr(like, key) for key in fixed):
+                return None
+            wanted, named = self._eva_arguments(), like._eva_arguments()
+            arguments |= {key: value for key, value in wanted.items() if value != named[key]}
+            if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
+                arguments["swiglu_align_to"] = 1  # no rounding; with 0 one layer would make gate and value
+            return name, arguments | {"global_pool": "token"} | size
         if self.timm is not None:
             name, arguments = self.timm, arguments | {"mlp_ratio": self.mlp_ratio}
         as_named = VITS.get(name)
@@ -146,20 +155,6 @@ class ViTSpec(BackboneSpec):
         if as_named is None or as_named.registers != self.registers:
             arguments |= {"reg_tokens": self.registers, "no_embed_class": self.registers > 0}
         return name, arguments | size
-
-    def _timm_eva(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """The timm function that builds this rotary ViT, and its arguments; None if there is none. timm's functions for
-        DINOv3 fix norms and positions, and have LayerScale."""
-        like = VITS.get(name, _DINOV3)
-        name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
-        fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
-        if self.layer_scale is None or any(getattr(self, key) != getattr(like, key) for key in fixed):
-            return None
-        wanted, as_named = self._eva_arguments(), like._eva_arguments()
-        changed = {key: value for key, value in wanted.items() if value != as_named[key]}
-        if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
-            changed["swiglu_align_to"] = 1  # no rounding; with 0 one layer would make gate and value
-        return name, changed | {"global_pool": "token"}
 
     def _eva_arguments(self) -> dict[str, Any]:
         return {
