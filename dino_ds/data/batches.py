@@ -159,8 +159,7 @@ def _process_context() -> ForkServerContext:
 
 
 def _start_worker(worker: int) -> None:
-    # One image at a time on one core: the cores are shared out over the workers already.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # one image at a time on one core: the cores are shared out over the workers already
     # Stop signals reach all processes; only the parent knows when the last batch is consumed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -133,8 +133,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if mode == "La":
         image = image.convert("LA")  # the only conversion that Pillow has
     if mode in (*WITH_ALPHA, "PA") or "transparency" in image.info:
-        # What lies under full transparency is arbitrary, so it must not become visible.
-        layer = image.convert("RGBA")
+        layer = image.convert("RGBA")  # what lies under full transparency is arbitrary, so it must not become visible
         alpha = layer.getchannel("A")
         if alpha.getextrema()[0] == 255:
             return layer.convert("RGB")

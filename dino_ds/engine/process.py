@@ -79,8 +79,7 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
         if (ranks, mine) == (1, 0):
             yield None, timeout
             return
-        # The server is shared with the process group's store: same port, same process.
-        store = _store(timeout)
+        store = _store(timeout)  # the server is shared with the process group's store: same port, same process
         several, start = _call_roll(store, mine, ranks, timeout)
         joins = dist.PrefixStore(f"dino_ds/{start}", store) if _agent_serves() else None
         yield joins, timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)

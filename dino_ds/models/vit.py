@@ -219,8 +219,7 @@ class VisionTransformer(Backbone):
             assert self.mask_token is not None
             patches = torch.where(mask.unsqueeze(-1), self.mask_token.to(patches.dtype), patches)
         elif self.mask_token is not None:
-            # Zero: ZeRO 3 would repeat an old gradient for a parameter that gets none.
-            cls = cls + 0 * self.mask_token
+            cls = cls + 0 * self.mask_token  # zero: ZeRO 3 would repeat an old gradient for a parameter that gets none
         positions = None if self.pos_embed is None else self._positions(*self._grid(images))
         if self.reg_token is not None:
             registers = self.reg_token.expand(images.shape[0], -1, -1)
