@@ -23,8 +23,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dino_ds.basics.machine import shorten_socket_names
-from dino_ds.basics.own_code import is_own
+from dino_ds.basics import machine, own_code
 from dino_ds.basics.seeds import crop_seed, sample_keys, seed_generators
 from dino_ds.config.crops import Masks
 from dino_ds.config.fields import MAX_WORKERS, PREFETCHED_BATCHES
@@ -48,8 +47,8 @@ _DRAWS = -4  # reserved negative image index that seeds the global generators, f
 
 
 def automatic_workers(ranks: int | None = None) -> int:
-    """Number of workers of each of a node's `ranks`, by default those of this node: its share of the cores, less one
-    for its training; at most 16."""
+    """Number of workers of each of a node's `ranks`, by default this node's: its share of the cores, less one to train;
+    at most 16."""
     return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, MAX_WORKERS))
 
 
@@ -144,8 +143,8 @@ def start_workers(loader: DataLoader[Any], source: Source) -> Iterator[Any]:
 def _process_context() -> ForkServerContext:
     """Context that forks workers from a small server process, which has imported the loader once. A plain fork would
     copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import torch in each worker,
-    5 seconds of a core apiece."""
-    shorten_socket_names()
+    which takes 5 seconds."""
+    machine.shorten_socket_names()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
     # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.
@@ -160,8 +159,7 @@ def _process_context() -> ForkServerContext:
 
 
 def _start_worker(worker: int) -> None:
-    # One image at a time on one core: the cores are shared out over the workers already.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # one image at a time on one core: the cores are shared out over the workers already
     # Stop signals reach all processes; only the parent knows when the last batch is consumed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -261,7 +259,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
-        self._elsewhere, self._draws = is_remote(source), is_own(getattr(source, "whole", source))
+        self._elsewhere, self._draws = is_remote(source), own_code.is_own(getattr(source, "whole", source))
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
@@ -289,15 +287,22 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             names.append(name)
             bad += failures
         normalize = multicrop.normalization.offset_and_factor()
-        params = None if self._by_pillow else self._params(crops, sampled)
+        params, first = dict[str, list[AugmentationParams]](), 0
+        for name, group in crops.items() if not self._by_pillow else ():
+            # The first crops of all images, then the second ones, ...
+            ordered = [crops_of_image[n] for n in range(first, first + len(group)) for crops_of_image in sampled]
+            count = crops_per_params(group.shape[2], self._options.device) or len(ordered)
+            pieces = [ordered[i : i + count] for i in range(0, len(ordered), count)]
+            params[name] = [AugmentationParams.build(piece, self._options.channels) for piece in pieces]
+            first += len(group)
         if params and self._options.augment == "worker":
             crops = {name: _augment_group(group, params[name], normalize) for name, group in crops.items()}
-            params = None
+            params = {}
         seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
         masks = draw_masks(multicrop.groups, multicrop.masks, seeds)
         epoch, indices = keys[0][0], torch.tensor([index for _, index in keys])
         drop_keys = sample_keys(self._options.seed, epoch, indices)
-        return LoaderBatch(crops, params, indices, drop_keys, epoch, names, bad, normalize, masks)
+        return LoaderBatch(crops, params or None, indices, drop_keys, epoch, names, bad, normalize, masks)
 
     def _empty(self, count: int, images: int, size: int) -> Tensor:
         """Empty tensor for the crops of a group; in a loader process, in memory shared with the training process."""
@@ -336,9 +341,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 return sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
-        raise DataError(
-            f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
-        )
+        why = f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
+        raise DataError(why)
 
     def _open_file(self, index: int) -> EncodedImage | DecodedImage:
         options = self._options
@@ -347,26 +351,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         except (UnreadableImage, DataError, MemoryError):
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(
-                f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
-                "reports what it can't read by raising UnreadableImage"
-            ) from error
+            why = f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}"
+            raise DataError(f"{why}; a source reports what it can't read by raising UnreadableImage") from error
         if image.channels != options.channels:  # checked first: looking up a name takes as long as a small crop
             check_channels(image, options.channels, self._source.name(index))
         return image
-
-    def _params(
-        self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
-    ) -> dict[str, list[AugmentationParams]]:
-        """Augmentation of each group's crops: the first crops of all images, then the second ones, ..."""
-        params, first = {}, 0
-        for name, group in crops.items():
-            ordered = [crops_of_image[n] for n in range(first, first + len(group)) for crops_of_image in sampled]
-            count = crops_per_params(group.shape[2], self._options.device) or len(ordered)
-            pieces = [ordered[i : i + count] for i in range(0, len(ordered), count)]
-            params[name] = [AugmentationParams.build(piece, self._options.channels) for piece in pieces]
-            first += len(group)
-        return params
 
 
 def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:

@@ -30,18 +30,16 @@ _READERS = (NPY, DICOM, TIFF)
 ENDINGS = PILLOW | {reader.name: reader.endings for reader in _READERS}
 """Endings of the files of each format, the usual one first."""
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))  # endings of all image files
-_SIDE_FILES = tuple(
+_SIDE_FILES = tuple(  # endings of files about images, which are ignored without a note
     b".txt .json .jsonl .csv .tsv .xml .yaml .yml .toml .ini .cfg .md .rst .html .htm .css .js .pdf .log .lst .cls "
     b".pyd .py .ipynb .sh .pkl .pth .pt .safetensors .mat .db .sha256 .md5 .lock .xmp .aae .thm .url readme license "
     b"makefile dicomdir".split()
 )
-"""Endings of files about images, which are ignored without a note."""
 _ENDING = re.compile(rb"\.[^./]*[^\d./][^./]*$")  # an ending; the names of DICOM files may end in numbers
-_PILLOW_HEADS = re.compile(
+_PILLOW_HEADS = re.compile(  # first bytes of the formats that Pillow reads, but TIFF
     rb"(?s)\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{4}\0{4}|GIF8[79]a|P[2356]\s+[\d#]|\0{3}\x0cjP  |"
     rb".{4}ftypavi[fs]"
 )
-"""First bytes of the formats that Pillow reads, but TIFF."""
 HEAD = 132  # bytes that tell the format of a file: DICOM's mark ends there
 _IMAGES = tuple(map(os.fsencode, EXTENSIONS))
 _KNOWN = (*_IMAGES, *_SIDE_FILES)
@@ -108,8 +106,8 @@ class EncodedImage:
     bits. `channels`: number that is wanted; None = all channels of the file. Attributes: `width`, `height`: size in
     pixels of the upright image. `channels`: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files
     that Pillow reads have 3, or the number with alpha if that is wanted. `deep`: whether the file has more than 8 bits
-    a channel. `format`, `mode`: Pillow's names. Raises UnreadableImage if the file is no image or too large; found
-    before memory is taken."""
+    a channel. `format`, `mode`: Pillow's names. Raises UnreadableImage before memory is taken, if the file is no image
+    or too large."""
 
     def __init__(
         self,
@@ -164,11 +162,11 @@ class EncodedImage:
     def decode(self, shrink: int = 1) -> np.ndarray:
         """Pixels (h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also from 8 bits. shrink:
         factor 1, 2, 4 or 8 by which a JPEG is decoded smaller. Raises UnreadableImage, also for a deep file without a
-        range and for values beyond it."""
+        range or beyond it."""
         return in_channels(_as_trained(self.values(shrink), self._range, self._name), self.channels)
 
     def values(self, shrink: int = 1) -> np.ndarray:
-        """Upright values, unscaled: uint8 (h, w, 3); of gray, deep and other files as stored, (h, w) or (h, w, c).
+        """Upright values: uint8 (h, w, 3); of gray, deep and other files as stored, (h, w) or (h, w, c).
         Raises UnreadableImage."""
         with self._naming_errors():
             values = self._stored(shrink)
@@ -177,7 +175,6 @@ class EncodedImage:
             return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
     def _stored(self, shrink: int) -> np.ndarray:
-        """Values as the file's decoder returns them."""
         image = self._image
         if isinstance(image, Raster):
             return image.read()
@@ -258,8 +255,7 @@ def is_image_file(folder: str | bytes, name: str | bytes) -> bool:
 
 
 def is_image(name: bytes, read_head: Callable[[], bytes]) -> bool:
-    """Whether a file is an image: by its ending, or if it has none, by its first HEAD bytes. Raises what `read_head`
-    does."""
+    """Whether a file is an image: by its ending, or else its first HEAD bytes. Raises what `read_head` does."""
     if name.lower().endswith(_IMAGES):
         return True
     if name.lower().endswith(_SIDE_FILES) or _ENDING.search(name):
@@ -275,8 +271,7 @@ def split_part(root: str) -> tuple[str, str | None]:
 
 
 def archives_in(folder: str) -> tuple[list[str], list[bytes]]:
-    """ARCHIVES in `folder` and its folders KEY=VALUE, and other files, which are left out; neither if it has images or
-    other folders."""
+    """ARCHIVES in `folder` and its folders KEY=VALUE, and files left out; neither if it has images or other folders."""
     archives, others = list[str](), list[bytes]()
     try:
         with os.scandir(folder) as entries:

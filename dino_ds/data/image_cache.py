@@ -144,10 +144,8 @@ def open_cache(gib: float, images: int) -> ImageCache | None:
         try:
             return cache if first == cache.address else ImageCache.attach(first, images)
         except OSError as error:
-            raise ConfigError(
-                f"the ranks of {node} can't share memory ({error.strerror}), as in containers of their own: set "
-                "data.cache_gib 0"
-            ) from None
+            why = f"the ranks of {node} can't share memory ({error.strerror}), as in containers of their own"
+            raise ConfigError(f"{why}: set data.cache_gib 0") from None
 
 
 def _aligned(size: int) -> int:

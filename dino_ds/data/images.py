@@ -18,7 +18,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from dino_ds.basics.formatting import range_text
 
 _HEAD = 500
-PILLOW = {
+PILLOW = {  # endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used.
     "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
     "PNG": (".png",),
     "WEBP": (".webp",),
@@ -29,7 +29,6 @@ PILLOW = {
     "JPEG2000": (".jp2",),
     "AVIF": (".avif",),
 }
-"""Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
 ValueRange = tuple[float, float]  # values that become 0 and 1; for 8-bit images always 0 and 255
 _BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # a TIFF tag, and its value in files whose lowest number is white
@@ -134,8 +133,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if mode == "La":
         image = image.convert("LA")  # the only conversion that Pillow has
     if mode in (*WITH_ALPHA, "PA") or "transparency" in image.info:
-        # What lies under full transparency is arbitrary, so it must not become visible.
-        layer = image.convert("RGBA")
+        layer = image.convert("RGBA")  # what lies under full transparency is arbitrary, so it must not become visible
         alpha = layer.getchannel("A")
         if alpha.getextrema()[0] == 255:
             return layer.convert("RGB")
@@ -240,10 +238,9 @@ def _check_alpha(alpha: np.ndarray, white: int) -> None:
     counts = np.bincount(alpha.reshape(-1), minlength=white + 1)
     between = counts[1:white]
     if between.sum() > counts[white] and np.count_nonzero(between) > 16:
-        raise ValueError(
-            "its last channel is called alpha and varies like an image's: take all channels (--model.in_chans 4 for "
-            "RGB and one more), or write the file without it"
-        )
+        why = "its last channel is called alpha and varies like an image's"
+        more = "take all channels (--model.in_chans 4 for RGB and one more)"
+        raise ValueError(f"{why}: {more}, or write the file without it")
 
 
 def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Batches of crops, epoch after epoch, from any position in the data; the next one is copied to the device and
 augmented during the current training step. The global batches depend on (seed, epoch) and the global batch size alone;
-ranks, micro-batches and workers only divide the work. So a run may be resumed, or repeated on other hardware, with the
-same images in the same order."""
+ranks, micro-batches and workers only divide the work. So a run resumes, or repeats on other hardware, with the same
+images in order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ class DevicePrefetcher(Iterator[Batch]):
             self._next = error
 
     def take_notes(self) -> list[str]:
-        """Log lines of the loader since the last call."""
         notes, self._loader.notes = self._loader.notes, []
         return notes
 
@@ -99,8 +98,8 @@ class ResumableSampler(Sampler[BatchKeys]):
     """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws. Micro-batch m of a
     step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch. Images that do not fill
     a global batch at the end of an epoch are left out; each epoch leaves out different ones. `images`: number in the
-    source. `options`: the loader's options. `start`: position at which a step begins. `draws`: how often each image is
-    drawn; None = equally often."""
+    source. `options`: the loader's options. `start`: position at which a step begins. `draws`: times each image is
+    drawn; None = equal."""
 
     def __init__(self, images: int, options: LoaderOptions, start: Position, draws: Draws | None = None) -> None:
         self._images, self._options, self._start, self._draws = images, options, start, draws
@@ -116,7 +115,6 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     @property
     def position(self) -> Position:
-        """Position of the next batch."""
         start = self._start
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
@@ -222,16 +220,14 @@ class Loader(Iterator[LoaderBatch]):
     def _start_again(self, reason: str, error: Exception | None = None) -> None:
         self.close()
         if self._restarted:
-            raise DataError(
-                f"{reason}, after a restart; what the run has saved is intact, --resume continues from there"
-            ) from error
+            why = f"{reason}, after a restart; what the run has saved is intact, --resume continues from there"
+            raise DataError(why) from error
         self._restarted, at = True, self._sampler.position
         self.notes.append(f"{reason}; the loader was started again at epoch {at.epoch}, image {at.samples}")
         self._start()
         self._waits_since = time.monotonic()
 
     def close(self) -> None:
-        """Stop the workers and drop the batches that they have prefetched."""
         loading.stop_workers(self._batches)
         self._batches = None
 
@@ -239,10 +235,8 @@ class Loader(Iterator[LoaderBatch]):
 def steps_per_epoch(images: int, global_batch: int) -> int:
     """Optimizer steps in one pass over the data, without an incomplete last batch. Raises DataError if none."""
     if images < global_batch:
-        raise DataError(
-            f"{images} images < one global batch of {global_batch}: set --data.global_batch to {images} or less, "
-            "or add images"
-        )
+        why = f"{images} images < one global batch of {global_batch}"
+        raise DataError(f"{why}: set --data.global_batch to {images} or less, or add images")
     return images // global_batch
 
 

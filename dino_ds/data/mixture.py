@@ -33,8 +33,7 @@ class Mixture(EncodedImages, Joined):
     images; ConfigError for a part that is named twice or has no path, and for parts with images in common."""
 
     def __init__(self, parts: Sequence[MixturePart], root: str | None, cache_gib: float = 0.0) -> None:
-        self.parts = tuple(parts)
-        self.sources = list[EncodedImages]()
+        self.parts, self.sources = tuple(parts), list[EncodedImages]()
         for part in parts:
             try:
                 self.sources.append(open_files(place_of(part, root), cache_gib))
@@ -116,7 +115,6 @@ class Mixture(EncodedImages, Joined):
         return np.concatenate([source.file_keys() for source in self.sources])
 
     def _check_overlap(self) -> None:
-        """Raises ConfigError for two parts with images in common, which would get more than their share."""
         keys, part_of = self.file_keys(), np.repeat(np.arange(len(self.parts)), np.diff([0, *self.ends]))
         order = np.argsort(keys, kind="stable")
         both = np.flatnonzero((np.diff(keys[order]) == 0) & (np.diff(part_of[order]) != 0))
@@ -125,14 +123,10 @@ class Mixture(EncodedImages, Joined):
                 small, large = sorted(part_of[list(pair)].tolist(), key=lambda part: len(self.sources[part]))
                 inner, outer = self.parts[small].place, self.parts[large].place
                 if set(keys[part_of == small].tolist()) == set(keys[part_of == large].tolist()):
-                    raise ConfigError(
-                        f"data.mixture: {inner} and {outer} are the same place or images: give it once, with the sum "
-                        "of its shares"
-                    )
-                raise ConfigError(
-                    f"data.mixture: images of {inner} lie in {outer} too, such as {self.name(pair[0])}, and would have "
-                    "the shares of both: give places without images in common"
-                )
+                    why = f"data.mixture: {inner} and {outer} are the same place or images"
+                    raise ConfigError(f"{why}: give it once, with the sum of its shares")
+                why = f"data.mixture: images of {inner} lie in {outer} too, such as {self.name(pair[0])}"
+                raise ConfigError(f"{why}, and would have the shares of both: give places without images in common")
 
     def _is_one_file(self, first: int, second: int) -> bool:
         """Whether images with equal keys are one file: keys of folders are from when these were listed."""
@@ -150,14 +144,13 @@ def place_of(part: MixturePart, root: str | None) -> str:
     if is_url(path):
         return path
     if root is None and not os.path.isabs(path):
-        raise ConfigError(
-            f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
-        )
+        why = f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
+        raise ConfigError(why)
     return os.path.join(os.path.expanduser(root or ""), path)
 
 
 def roots_of(data: DataSection) -> list[str]:
-    """The paths or patterns of a recipe's own images, "" where none are named; [] for a data set by name. Raises
+    """Paths or patterns of a recipe's images, "" where none are named; [] for a named data set. Raises
     ConfigError as `place_of` does."""
     if data.source != "folder":
         return []
@@ -248,10 +241,8 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     elif source.labels is not None:
         labels = np.array(source.labels, np.int64)
     else:
-        raise ConfigError(
-            "data.balance classes: the images have no classes (docs/data.md says where they come from); for clusters "
-            "of their features: data.balance clusters:FILE"
-        )
+        why = "data.balance classes: the images have no classes (docs/data.md says where they come from)"
+        raise ConfigError(f"{why}; for clusters of their features: data.balance clusters:FILE")
     # Groups (part, label) are numbered without gaps, part after part; -1 where the label is -1.
     has, groups = labels >= 0, np.full(len(labels), -1, np.int64)
     keys = part_of[has] * (labels.max(initial=0) + 1) + labels[has]
@@ -279,17 +270,15 @@ def _read_clusters(file: str, source: Source) -> np.ndarray:
             if name != source.name(count) and not (  # the root may have moved since
                 member is not None and name.endswith("/" + printable(member(count)))
             ):
-                raise DataError(
-                    f"data.balance: row {count + 1} of {file} is of {printable(name)}, and image {count + 1} of the "
-                    f"data is {source.name(count)}: make it again for these images, in the order of dino-ds embed"
-                )
+                why = f"data.balance: row {count + 1} of {file} is of {printable(name)}"
+                more = f"and image {count + 1} of the data is {source.name(count)}"
+                raise DataError(f"{why}, {more}: make it again for these images, in the order of dino-ds embed")
             if cluster and cluster != "-1":
                 clusters[count] = numbers.setdefault(cluster, len(numbers))
         count += 1
     if count != len(source):
-        raise DataError(
-            f"data.balance: {file} has {count} rows, and there are {len(source)} images: make it again for these"
-        )
+        why = f"data.balance: {file} has {count} rows, and there are {len(source)} images: make it again for these"
+        raise DataError(why)
     return clusters
 
 

@@ -24,8 +24,7 @@ from dino_ds.basics.ranges import CROP, DECODE, loading_range
 from dino_ds.basics.seeds import crop_seed
 from dino_ds.config.crops import AUGMENTATIONS, LOCAL, Augmentation, CropGroup, Masks, crop_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.decode import DecodedImage, EncodedImage
-from dino_ds.data.image_cache import CachedImage
+from dino_ds.data import decode, image_cache
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
@@ -172,7 +171,6 @@ class AugmentationParams:
         return AugmentationParams(table, table)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
-        """Return these parameters with their device copy moved by `move`."""
         return AugmentationParams(self.table, move(self.on_device))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -218,7 +216,7 @@ def sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, 
 
 
 def cut_crops(
-    image: EncodedImage | DecodedImage | CachedImage,
+    image: decode.EncodedImage | decode.DecodedImage | image_cache.CachedImage,
     sampled: Sequence[CropParameters],
     sizes: Sequence[int],
     outputs: Sequence[Tensor] | None = None,
@@ -296,8 +294,8 @@ def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
 class EvalCrop:
     """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize. If an image's
     shorter side has at most `size` pixels, it is resized to `size` and not cut. Of an odd border, the smaller half is
-    cut at the left and the top, as in transformers; torchvision rounds half to even: from borders of 3, 7, 11, ...
-    pixels it cuts one more there."""
+    cut at the left and the top, as in transformers; torchvision rounds half to even: it cuts one more of borders of 3,
+    7, ... pixels."""
 
     def __init__(self, size: int, normalization: Normalization) -> None:
         self.size, self.channels, self._normalization = size, len(normalization.mean), normalization

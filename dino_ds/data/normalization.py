@@ -37,7 +37,6 @@ class Normalization:
 
     @staticmethod
     def of(recipe: Recipe) -> Normalization:
-        """Return the normalization of a recipe, by default `usual`."""
         data = recipe.data
         if data.mean is None or data.std is None:
             return Normalization.usual(recipe.model.in_chans)
@@ -183,7 +182,6 @@ def with_image_settings(
 def _find_settings(
     recipe: Recipe, source: Source, earlier: Recipe | None, stated: Callable[[], Stated]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of the data section that `with_image_settings` sets, and its notes."""
     data, channels = recipe.data, recipe.model.in_chans
     known = data.known_range or (earlier.data.known_range if earlier else None)
     begins = earlier is None and recipe.stage_start is None
@@ -230,7 +228,6 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample, where: str) ->
     if channels and wanted not in channels:
         numbers, most = " or ".join(map(str, sorted(channels))), channels.most_common(1)[0][0]
         keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
-        raise ConfigError(
-            f"{where}model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {numbers} channels"
-            f"; set --model.in_chans {most}{keeps}"
-        )
+        why = f"{where}model.in_chans is {wanted}"
+        more = f"and images of data.source {recipe.data.source} have {numbers} channels"
+        raise ConfigError(f"{why}, {more}; set --model.in_chans {most}{keeps}")

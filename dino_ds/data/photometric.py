@@ -30,8 +30,8 @@ def crops_per_params(size: int, device: torch.device) -> int | None:
 
 def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tensor) -> Tensor:
     """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalized, on the device of crops and params. Crops
-    are uint8, or float32 in [0, 1]; `params` are in the order of the crops. `normalize` (2, c) has the final offset and
-    factor of each channel."""
+    are uint8, or float32 in [0, 1]; `params` are in their order. `normalize` (2, c): final offset and factor of each
+    channel."""
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
     sizes = [len(piece.table) for piece in params]
@@ -68,7 +68,6 @@ def kernel_difference(kernels: Kernels, device: torch.device, dtype: torch.dtype
 
 
 def _scale(crops: Tensor) -> float:
-    """The factor that scales crops to [0, 1]."""
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 

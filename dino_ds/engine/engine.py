@@ -1,5 +1,4 @@
-"""Builds DeepSpeed's engine, without work that only costs time, and wraps it: outputs, steps, FP32 masters, training
-state."""
+"""Builds DeepSpeed's engine, without needless work, and wraps it: outputs, steps, FP32 masters, training state."""
 
 from __future__ import annotations
 
@@ -18,16 +17,13 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
 from dino_ds.config.ds_schema import LOGGERS, DsConfig, check_offload, offloads_optimizer
-from dino_ds.engine import distributed, optim, state
+from dino_ds.engine import distributed, muon, optim, schedules, state
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
-from dino_ds.engine.muon import Muon
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.engine.state import EngineState, OptimizerShard, SavedState
 from dino_ds.errors import ConfigError
+from dino_ds.models import batch_norm, prototypes
 from dino_ds.models.base import Crops
-from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output
-from dino_ds.models.prototypes import Comparison
 
 # DeepSpeed's counters, and the attributes of its dynamic loss scaler that change.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -35,8 +31,6 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Progress(enum.Enum):
-    """The effect of a call of `Engine.step`."""
-
     ACCUMULATING = "the window of micro-batches goes on"
     SKIPPED = "the window ended, its gradient was not finite, nothing moved"
     STEPPED = "the window ended and the optimizer moved the weights"
@@ -67,10 +61,10 @@ class Engine:
         for name, buffer in buffers.items():  # DeepSpeed has cast them together with the parameters
             setattr(*self._buffers[name], buffer.to(self.device))
         weakref.finalize(self, _release, self._engine).atexit = False
-        if isinstance(optimizer, (optim.Lars, Muon)) and config.stage:
+        if isinstance(optimizer, (optim.Lars, muon.Muon)) and config.stage:
             state.lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
         optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
-        self._unsynced = unsynced_statistics(network)
+        self._unsynced = batch_norm.unsynced_statistics(network)
         parts: dict[str, list[nn.Parameter]] = {}  # those with which parameters are clipped
         if config.stage == 0:
             part_of = {id(p): group["part"] for group in self._optimizer.param_groups for p in group["params"]}
@@ -94,7 +88,7 @@ class Engine:
         crops: Crops,
         drop_keys: Tensor | None,
         masks: Masks = MappingProxyType({}),
-        comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+        comparisons: Mapping[str, prototypes.Comparison] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Output]:
         """The outputs of the network, which takes the same arguments. One call per micro-batch: ZeRO 3 traces it."""
@@ -114,11 +108,9 @@ class Engine:
             self._engine.train()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of the mean loss of one micro-batch."""
         self._engine.backward(loss)
 
-    def set_groups(self, schedule: ScheduleValues) -> None:
-        """Set lr and weight decay of the parameter groups for a step."""
+    def set_groups(self, schedule: schedules.ScheduleValues) -> None:
         optim.set_groups(self._optimizer.param_groups, schedule)
 
     def freeze_prototypes(self, frozen: bool) -> None:
@@ -130,12 +122,24 @@ class Engine:
     def step(self) -> Progress:
         """End a micro-batch, and the window if it was the last one. The result is the same on all ranks."""
         boundary = self._engine.is_gradient_accumulation_boundary()
-        skip = boundary and self.config.stage == 0 and not self._stage0_clip()
+        finite = True
+        if boundary and self.config.stage == 0:
+            # Clip the gradient, or remove it if not finite, as DeepSpeed does from stage 1 on.
+            gradients = [[p.grad for p in part if p.grad is not None] for part in self._stage0_parts]
+            norms = [torch.nn.utils.get_total_norm(part) for part in gradients]
+            self._stage0_norm = float(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+            finite = math.isfinite(self._stage0_norm)
+            for part, part_norm in zip(self._stage0_parts, norms, strict=True):
+                if not finite:
+                    for parameter in part:
+                        parameter.grad = None
+                elif 0 < self.config.clipping < self._stage0_norm + 1e-3:  # otherwise torch would only multiply by 1
+                    torch.nn.utils.clip_grads_with_norm_(part, self.config.clipping, part_norm)
         self._before_step = self._dynamic_state()
         self._engine.step()
         if not boundary:
             return Progress.ACCUMULATING
-        return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
+        return Progress.STEPPED if self._engine.was_step_applied() and finite else Progress.SKIPPED
 
     @property
     def scale_is_exhausted(self) -> bool:
@@ -144,20 +148,6 @@ class Engine:
         if before is None:
             return False
         return before["cur_hysteresis"] <= 1 and before["cur_scale"] <= self._optimizer.loss_scaler.min_scale
-
-    def _stage0_clip(self) -> bool:
-        """Clip the gradient, or remove it if not finite, as DeepSpeed does from stage 1 on; whether it is finite."""
-        gradients = [[p.grad for p in part if p.grad is not None] for part in self._stage0_parts]
-        norms = [torch.nn.utils.get_total_norm(part) for part in gradients]
-        self._stage0_norm = float(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
-        finite = math.isfinite(self._stage0_norm)
-        for part, part_norm in zip(self._stage0_parts, norms, strict=True):
-            if not finite:
-                for parameter in part:
-                    parameter.grad = None
-            elif 0 < self.config.clipping < self._stage0_norm + 1e-3:  # otherwise torch would only multiply by 1
-                torch.nn.utils.clip_grads_with_norm_(part, self.config.clipping, part_norm)
-        return finite
 
     @property
     def grad_norm(self) -> float | None:
@@ -184,7 +174,6 @@ class Engine:
                 flat.reset()
 
     def masters(self) -> list[Masters]:
-        """The places of this engine's FP32 master weights; see `dino_ds.engine.masters`."""
         frozen = [(name, p) for name, p in self._engine.module.named_parameters() if not p.requires_grad]
         trained = masters_of(self._optimizer, self._engine.module, self._name_of)
         return [*trained, FrozenWeights(frozen, self._optimizer)] if frozen else trained
@@ -215,7 +204,6 @@ class Engine:
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
 
     def _dynamic_state(self) -> dict[str, Any]:
-        """DeepSpeed's counters, and the values of fp16's dynamic loss scaler that change, unlike its settings."""
         scaler = self._optimizer.loss_scaler if self.config.dynamic_loss_scale else None
         return {
             "loss_scaler": None if scaler is None else {name: getattr(scaler, name) for name in _SCALER},
@@ -227,20 +215,16 @@ class Engine:
 
 
 def _check_together(config: DsConfig, options: optim.OptimizerOptions) -> None:
-    """Raises ConfigError where a ds config does not go with this machine or with the optimizer."""
     if config.performance.attention == "varlen" and not torch.cuda.is_available():
         raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
     by_part = options.clip_by != optim.WHOLE
     if by_part and not config.clipping:
-        raise ConfigError(
-            "optimizer.clip_by part clips nothing with gradient_clipping 0: set --ds.gradient_clipping to a norm "
-            "(DINOv2: 3.0), or optimizer.clip_by network"
-        )
+        why = "optimizer.clip_by part clips nothing with gradient_clipping 0"
+        raise ConfigError(f"{why}: set --ds.gradient_clipping to a norm (DINOv2: 3.0), or optimizer.clip_by network")
     if by_part and offloads_optimizer(config.raw["zero_optimization"]):
-        raise ConfigError(
-            "optimizer.clip_by part does not go with zero_optimization.offload_optimizer, where DeepSpeed clips by the "
-            "norm of the whole network: remove the one, or set optimizer.clip_by network"
-        )
+        why = "optimizer.clip_by part does not go with zero_optimization.offload_optimizer"
+        more = "where DeepSpeed clips by the norm of the whole network"
+        raise ConfigError(f"{why}, {more}: remove the one, or set optimizer.clip_by network")
     check_offload(config, options.kind)
 
 

@@ -1,6 +1,6 @@
 """Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own, and
-the placing of a new student's weights. Of a partitioned network, a rank never holds more than its own part and the
-module that is being placed."""
+the placing of a new student's weights. Of a partitioned network, a rank holds at most its own part and the module being
+placed."""
 
 from __future__ import annotations
 

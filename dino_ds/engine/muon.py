@@ -127,16 +127,10 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
 class Muon(torch.optim.AdamW):
     """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step. A
     tensor is a whole parameter, the same on all ranks, unless `lay_out` has declared its contents. A step overwrites
-    gradients. `blocks`: number of matrices in each parameter of a group of kind muon; see `matrices_of`. `scale`:
-    factor of Muon's updates."""
+    gradients. `blocks`: matrices in each parameter of kind muon; see `matrices_of`. `scale`: factor of its updates."""
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        blocks: Mapping[Any, int],
-        momentum: float,
-        scale: float,
-        **adamw: Any,
+        self, groups: Iterable[dict[str, Any]], blocks: Mapping[Any, int], momentum: float, scale: float, **adamw: Any
     ) -> None:
         super().__init__(groups, lr=0.0, **adamw)
         self.blocks, self._momentum, self._scale = blocks, momentum, scale
@@ -176,28 +170,26 @@ class Muon(torch.optim.AdamW):
         elif any(p not in self.blocks for p in tensors):
             return  # DeepSpeed's first step, with lr 0, only makes the state: no `lay_out` yet
         else:
-            targets, updates = tensors, self._shared(gradients, [self.blocks[p] for p in tensors])
+            targets, updates, offset = tensors, list(gradients), 0  # whole on all ranks: each orthogonalizes a share
+            matrices = [
+                Matrix(g.shape[0], g[0].numel(), self.blocks[p]) for g, p in zip(gradients, tensors, strict=True)
+            ]
+            ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            owners = share_out(matrices, ranks)
+            flat = gradients[0].new_empty(sum(g.numel() for g in gradients))
+            for owner in range(ranks):
+                begin, owned = offset, [i for i in range(len(owners)) if owners[i] == owner]
+                for i in owned:
+                    updates[i] = flat.narrow(0, offset, gradients[i].numel()).view_as(gradients[i])
+                    offset += gradients[i].numel()
+                if owner == rank:
+                    sources = [gradients[i] for i in owned]
+                    _orthogonalize(sources, [updates[i] for i in owned], [matrices[i] for i in owned])
+                if ranks > 1 and owned:
+                    dist.broadcast(flat[begin:offset], owner)
         torch._foreach_mul_(tensors, 1 - group["lr"] * group["weight_decay"])
         if targets:
             torch._foreach_add_(targets, updates, alpha=-group["lr"] * self._scale)
-
-    def _shared(self, gradients: list[Tensor], blocks: list[int]) -> list[Tensor]:
-        """The updates of matrices that are whole on all ranks; each rank orthogonalizes a share of them."""
-        matrices = [Matrix(g.shape[0], g[0].numel(), n) for g, n in zip(gradients, blocks, strict=True)]
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        owners = share_out(matrices, ranks)
-        flat = gradients[0].new_empty(sum(g.numel() for g in gradients))
-        updates, offset = list(gradients), 0
-        for owner in range(ranks):
-            begin, owned = offset, [i for i in range(len(owners)) if owners[i] == owner]
-            for i in owned:
-                updates[i] = flat.narrow(0, offset, gradients[i].numel()).view_as(gradients[i])
-                offset += gradients[i].numel()
-            if owner == rank:
-                _orthogonalize([gradients[i] for i in owned], [updates[i] for i in owned], [matrices[i] for i in owned])
-            if ranks > 1 and owned:
-                dist.broadcast(flat[begin:offset], owner)
-        return updates
 
 
 class _Exchange:

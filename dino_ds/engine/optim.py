@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.engine.masters import master_shards, shard_groups
+from dino_ds.engine import masters, schedules
 from dino_ds.engine.muon import Muon, Piece, matrices_of
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
 
@@ -72,7 +71,17 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     network does not have, and where Muon has no matrix to orthogonalize."""
     groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
     matrices = matrices_of(network) if options.kind == "muon" else {}
-    multipliers = _backbone_multipliers(network, options)
+    layers, top = network.backbone.layers(), len(network.backbone.segments()) + 1
+    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
+    if options.patch_embed_lr != 1.0 and not patches:
+        raise ConfigError(
+            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
+            f"{PATCH_EMBED}, and this one has none: leave it out"
+        )
+    multipliers = {
+        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
+        for name, layer in layers.items()
+    }
     for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
         freezes = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
@@ -84,32 +93,14 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
             group = PROTOTYPES
         groups.setdefault((part, group, multipliers.get(name, 1.0), kind), []).append(parameter)
     if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
-        raise ConfigError(
-            "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions, and this network trains "
-            "none: set optimizer.kind adamw"
-        )
+        why = "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions"
+        raise ConfigError(f"{why}, and this network trains none: set optimizer.kind adamw")
     parts = list(dict.fromkeys(part for part, *_ in groups))
     order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), *key[2:]))
     return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]
 
 
-def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:
-    """Multipliers of the learning rates of the backbone's parameters: decay ** (layers above)."""
-    layers = network.backbone.layers()
-    top = len(network.backbone.segments()) + 1
-    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
-    if options.patch_embed_lr != 1.0 and not patches:
-        raise ConfigError(
-            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
-            f"{PATCH_EMBED}, and this one has none: leave it out"
-        )
-    return {
-        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
-        for name, layer in layers.items()
-    }
-
-
-def set_groups(groups: Iterable[dict[str, Any]], schedule: ScheduleValues) -> None:
+def set_groups(groups: Iterable[dict[str, Any]], schedule: schedules.ScheduleValues) -> None:
     """Set lr and weight decay of an optimizer's `groups` for a step; both are 0 in a frozen group."""
     for group in groups:
         is_backbone = group["name"].startswith(BACKBONE) and schedule.backbone_frozen
@@ -152,7 +143,6 @@ class Lars(torch.optim.Optimizer):
             torch._foreach_add_(tensors, momenta, alpha=-group["lr"])
 
     def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Apply weight decay and the trust ratio to the gradients of the layers that have them."""
         laid_out = self._shards.get(tensors[0])
         if laid_out is None:
             weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
@@ -205,7 +195,7 @@ class _ShardedGradient:
         self._optimizer, self._limit = optimizer, limit
         zero3 = hasattr(optimizer, "_get_sub_group_process_group")
         self._process_group = optimizer._get_sub_group_process_group(0) if zero3 else optimizer.dp_process_group
-        parts = [group["part"] for group in shard_groups(optimizer)]
+        parts = [group["part"] for group in masters.shard_groups(optimizer)]
         self._parts = list(dict.fromkeys(parts))
         self._part_of = [self._parts.index(part) for part in parts]
 
@@ -226,7 +216,7 @@ class _ShardedGradient:
 
     def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:
         """Unscale and clip one master shard, given by index (ZeRO 3) or gradient; DeepSpeed calls it after `norm`."""
-        shards = master_shards(self._optimizer)
+        shards = masters.master_shards(self._optimizer)
         i = shard if isinstance(shard, int) else next(i for i, m in enumerate(shards) if m.grad is shard[0])
         gradient = shards[i].grad
         assert gradient is not None

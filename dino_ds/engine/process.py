@@ -1,4 +1,4 @@
-"""This process: its device and memory, the import of DeepSpeed without its warnings, and joining the launcher's process
+"""This process: its device and memory, DeepSpeed's import without warnings, and joining the launcher's process
 group."""
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
         if (ranks, mine) == (1, 0):
             yield None, timeout
             return
-        # The server is shared with the process group's store: same port, same process.
-        store = _store(timeout)
+        store = _store(timeout)  # the server is shared with the process group's store: same port, same process
         several, start = _call_roll(store, mine, ranks, timeout)
         joins = dist.PrefixStore(f"dino_ds/{start}", store) if _agent_serves() else None
         yield joins, timedelta(seconds=_PATIENCE_SECONDS + ranks / 4)
@@ -91,25 +90,20 @@ def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelt
             raise ConfigError(f"{where} is in use: give another --master_port") from error
         if several:
             first_line = next(iter(str(error).splitlines()), "")
-            raise ConfigError(
-                f"rank {mine} does not get through to the ranks of other machines ({first_line[:160]}): name the "
-                f"interface between them, {GLOO}=eth0 (and {NCCL} for GPUs)"
-            ) from error
+            why = f"rank {mine} does not get through to the ranks of other machines ({first_line[:160]})"
+            raise ConfigError(f"{why}: name the interface between them, {GLOO}=eth0 (and {NCCL} for GPUs)") from error
         raise
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent serves the store of its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _serves() -> bool:
-    """Whether the store of the ranks is in this process."""
     return distributed.rank() == 0 and not _agent_serves()
 
 
 def _connect(timeout: timedelta) -> dist.Store:
-    """The store of rank 0, or of torchrun's agent."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(
         address, port, None, is_master=_serves(), timeout=timeout, wait_for_workers=False, multi_tenant=True
@@ -240,7 +234,13 @@ def _join(timeout: timedelta) -> None:
     if on_cpu:
         # DeepSpeed's shared-memory collectives compile for minutes at first use; gloo compiles nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _keep_freed_memory()
+        # The C library keeps the memory that a step frees for the next step, instead of asking the kernel for new pages
+        # each time: 80,000 per step for a ViT-Ti/16 on a CPU. The peak grows by fragmentation only.
+        chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+        if mallopt is not None and not any(name in os.environ for name in chosen):
+            mallopt(-1, -1)  # M_TRIM_THRESHOLD
+            mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: glibc accepts no larger one
         if on_amd():
             take_onednn()
     elif local >= gpus:
@@ -265,16 +265,6 @@ def _join(timeout: timedelta) -> None:
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=connecting)
     if on_cpu:
         distributed.set_timeouts(timeout.total_seconds())
-
-
-def _keep_freed_memory() -> None:
-    """Have the C library keep the memory that a step frees for the next step, instead of asking the kernel for new
-    pages each time: 80,000 per step for a ViT-Ti/16 on a CPU. The peak grows by fragmentation only."""
-    chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # by the user
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    if mallopt is not None and not any(name in os.environ for name in chosen):
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: glibc accepts no larger one
 
 
 def leave() -> None:
@@ -305,8 +295,8 @@ def memory_gib() -> float:
 
 
 def resident_mib(peak: bool = False) -> float:
-    """Resident set of this process, now or at its peak. Read from /proc if it exists: getrusage's maximum begins with
-    that of the parent process."""
+    """Resident set of this process, now or at its peak. From /proc if it exists: getrusage's maximum begins with the
+    parent's."""
     status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
     for line in status.read_text().splitlines() if status.exists() else []:
         if line.startswith(wanted):
@@ -318,7 +308,6 @@ def resident_mib(peak: bool = False) -> float:
 
 
 def free_memory() -> str:
-    """The free memory of this process's GPU and of the host, in words."""
     host = psutil.virtual_memory()
     places = {"host": (host.available, host.total)}
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Schedules: pure functions of the number of applied optimizer steps. Source: facebookresearch/dino `cosine_scheduler`:
-warm-up starts at its start value at step 0 and reaches the base value at its last step; the cosine approaches its final
-value and never reaches it."""
+warm-up starts at its start value at step 0 and reaches the base value at its last step; the cosine never reaches its
+final value."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ class WeightSchedule:
 
     @property
     def moves(self) -> bool:
-        """Whether the weight has more than one value."""
         return self.start != self.end or self.start_at > 0
 
     def at(self, step: int) -> float:
-        """The weight after `step` applied optimizer steps."""
         if step < self.start_at:
             return 0.0
         progress = min(max(step - self.begin, 0) / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
@@ -74,8 +72,6 @@ class Replacements:
 
 @dataclass(frozen=True)
 class ScheduleValues:
-    """The values in force during one optimizer step."""
-
     lr: float
     weight_decay: float
     teacher_momentum: float
@@ -120,7 +116,6 @@ class Schedules:
     replacements: Mapping[str, Replacements] = field(default_factory=dict)
 
     def at(self, step: int) -> ScheduleValues:
-        """The values after `step` applied optimizer steps."""
         absent = self.frozen_prototypes == "no_gradient"
         lr = cosine_schedule(step, self.lr, self.lr if self.constant else self.min_lr, self.steps, self.warmup_steps)
         if step < self.warmup_steps and self.warmup_shape == "cosine":

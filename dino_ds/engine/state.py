@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.engine import distributed
+from dino_ds.engine import distributed, optim
 from dino_ds.engine.masters import FlatMasters, Names, PartitionedMasters, refresh_weights, shards_of
 from dino_ds.engine.muon import Matrix, Muon, Piece
-from dino_ds.engine.optim import Lars
 from dino_ds.errors import CheckpointError
 
 MASTER, STEP = "master", "step"
@@ -104,12 +103,12 @@ def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int
             yield Piece(name, first - offset, last - offset, first - left)
 
 
-def lay_out_shards(inner: Lars | Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
+def lay_out_shards(inner: optim.Lars | Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
     """Tell `inner`, under stages 1 to 3, which elements of this rank's shards belong to which layer, for LARS, or of
     all ranks' shards to which matrix, for Muon."""
     for masters, shard, group in shards_of(optimizer, names):
         members = [str(entry[0]) for entry in masters.layout]
-        if isinstance(inner, Lars):
+        if isinstance(inner, optim.Lars):
             adapted = [name for name in members if len(shapes[name]) != 1]
             pieces = [piece for piece in _pieces(masters, shapes) if piece.parameter in adapted]
             inner.lay_out(shard, pieces, adapted, masters.process_group)
@@ -170,12 +169,16 @@ def import_state(
         parameters = SavedParameters(saved)
         if parameters.optimizer != kind:
             raise CheckpointError(f"the checkpoint has the moments of {parameters.optimizer}, optimizer.kind is {kind}")
-        parameters.check_fits(shapes)
+        names = dict.fromkeys([*shapes, *parameters.shapes])
+        if differ := [name for name in names if shapes.get(name) != parameters.shapes.get(name)]:
+            first = differ[0]
+            there, ours = (list(of[first]) if first in of else "absent" for of in (parameters.shapes, shapes))
+            why = f"model differs from the checkpoint in {len(differ)} tensors, first {first} {there} vs {ours}"
+            raise CheckpointError(why)
         for name, flat_kind in ((piece.parameter, flat.kind) for flat in flats for piece in flat.pieces):
             if parameters.kinds[name] != flat_kind:
-                raise CheckpointError(
-                    f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {flat_kind}'s"
-                )
+                why = f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {flat_kind}'s"
+                raise CheckpointError(why)
         for flat in flats:
             _fill(flat.master, MASTER, flat.pieces, parameters)
             step = parameters.step_of(piece.parameter for piece in flat.pieces)
@@ -235,26 +238,14 @@ class SavedParameters:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
 
-    def check_fits(self, shapes: Shapes) -> None:
-        """Raises CheckpointError unless the network's parameters have these names and `shapes`."""
-        names = dict.fromkeys([*shapes, *self.shapes])
-        differ = [name for name in names if shapes.get(name) != self.shapes.get(name)]
-        if differ:
-            first = differ[0]
-            saved, ours = (list(of[first]) if first in of else "absent" for of in (self.shapes, shapes))
-            raise CheckpointError(
-                f"model differs from the checkpoint in {len(differ)} tensors, first {first} {saved} vs {ours}"
-            )
-
     def step_of(self, parameters: Iterable[str]) -> int:
         """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if none were counted.
         Raises CheckpointError if it differs among them: a flat tensor of the optimizer has only one count."""
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:
             (a, first), (b, second) = list(steps.items())[:2]
-            raise CheckpointError(
-                f"the moments of {first} have seen {a} steps and those of {second} {b}, and they now share a group"
-            )
+            why = f"the moments of {first} have seen {a} steps and those of {second} {b}, and they now share a group"
+            raise CheckpointError(why)
         return next(iter(steps), 0)
 
     def read(self, kind: str, parameter: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

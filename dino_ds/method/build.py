@@ -15,42 +15,32 @@ from dino_ds.config.crops import EMA, CropGroup, crop_sizes
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import LoaderOptions, check_shared_memory
-from dino_ds.data.feed import Position
-from dino_ds.data.image_cache import open_cache
-from dino_ds.data.images import Source
+from dino_ds.data import batches, feed, image_cache, images, multicrop
 from dino_ds.data.loader import DevicePrefetcher, Loader
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.engine import distributed
+from dino_ds.engine import distributed, masters
 from dino_ds.engine.engine import Engine
-from dino_ds.engine.masters import Placement
 from dino_ds.engine.process import device, use_deterministic_kernels
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.errors import ConfigError
-from dino_ds.method import dino, ema, frozen, gram
-from dino_ds.method.fast_paths import Case, settle
+from dino_ds.method import dino, ema, fast_paths, frozen, gram, spread, step
 from dino_ds.method.networks import TeacherParts, TermParts, build_meta, optimizer_options
 from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs import ours
 from dino_ds.method.specs.base import OF_EVERY_RUN, TeacherSpec, TermSpec
 from dino_ds.method.specs.own import own_terms, teachers_of, terms_of
-from dino_ds.method.spread import CodingRateTerm, KoLeoTerm
-from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
+from dino_ds.models import batch_norm, trained
 from dino_ds.models.base import Placer, init_weights_in_pieces, take_drawn_weights
-from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import ALL
-from dino_ds.models.trained import TrainedPlacer
 from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.layouts import Weights
 from dino_ds.weights.start import InitialWeights, find_start
 
-_LEVERS = {
+_LEVERS = {  # performance options that not every backbone obeys, and the networks that they are for
     **dict.fromkeys(("attention", "packed", "cls_only_last_block"), "ViTs that dino_ds builds itself"),
     "channels_last": "networks that dino_ds does not build itself",
 }
-"""Performance options that not every backbone obeys, and the networks that they are for."""
 
 
 def check_backbone(recipe: Recipe, network: Network) -> None:
@@ -70,10 +60,10 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
         except ConfigError as error:
             raise ConfigError(f"{term.name}.weight is for patches: {error}; set it 0, or take a ViT") from None
     teacher, model = recipe.teacher.batch_norm, recipe.model
-    if teacher == "reference" and not teachers_of(recipe)[0].sees and batch_norms(network):
+    if teacher == "reference" and not teachers_of(recipe)[0].sees and batch_norm.batch_norms(network):
         why = "teacher.batch_norm reference: in a distillation the EMA teacher sees no images"
         raise ConfigError(f"{why}, and its averages would never move: set it ema")
-    if not batch_norms(network):
+    if not batch_norm.batch_norms(network):
         if teacher not in ("auto", "reference"):
             raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
         if not model.sync_batch_norm:
@@ -128,8 +118,8 @@ def check_names(terms: Mapping[str, Term]) -> None:
 
 
 def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Iterable[str]) -> None:
-    """Raise ConfigError if a term reads a teacher that the run lacks, or a feature that the student or that teacher
-    does not have with these crops."""
+    """Raise ConfigError if a term reads a teacher that the run lacks, or a feature that its network lacks with these
+    crops."""
     groups, teachers = list(groups), list(teachers)
     for name, term in objective.terms.items():
         if unknown := sorted(term.needs.teachers.keys() - set(teachers)):
@@ -156,8 +146,8 @@ _BUILDERS: dict[type, Callable[[Any, Any], Any]] = {
     ours.DinoSpec: dino.build_prototype_term,
     ours.IbotSpec: dino.build_prototype_term,
     ours.FeatureSpec: frozen.build_features,
-    ours.CodingRateSpec: lambda spec, parts: CodingRateTerm(spec, parts.taught_crops),
-    ours.KoLeoSpec: lambda spec, parts: KoLeoTerm(parts.taught_crops, spec.ranks == "all"),
+    ours.CodingRateSpec: lambda spec, parts: spread.CodingRateTerm(spec, parts.taught_crops),
+    ours.KoLeoSpec: lambda spec, parts: spread.KoLeoTerm(parts.taught_crops, spec.ranks == "all"),
     ours.GramSpec: gram.build_gram,
     ours.PreserveSpec: lambda _, parts: frozen.PreserveTerm(parts.recipe.model.spec().patch_width > 0),
     ours.EmaSpec: ema.build_teacher,
@@ -181,9 +171,8 @@ def build_by_spec(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts)
 
 def build_step(
     recipe: Recipe, config: DsConfig, epoch_steps: int, start: tuple[str, Weights] | None = None
-) -> TrainingStep:
-    """Build student, teachers and objective of a recipe on this process group; every rank must call it. For `start` see
-    `build_network`."""
+) -> step.TrainingStep:
+    """Build student, teachers and objective of a recipe; every rank must call it. `start`: as in `build_network`."""
     check_levers(recipe, config.performance)
     # Torch prefers cuDNN's attention on Hopper. With one query, as in the last block, its gradients may be NaN on an
     # H200 (NVIDIA/cudnn-frontend#1072).
@@ -195,8 +184,10 @@ def build_step(
         torch.backends.cudnn.allow_tf32 = config.precision != "fp32"  # of convolutions; torch's default is True
     source = frozen.find_teacher(recipe)
     objective = build_objective(recipe, device(), source)
-    config = settle(Case(recipe, config, device(), functools.partial(build_network, objective=objective)))
-    network = build_network(recipe, config.performance, Placement(config), objective, start)
+    config = fast_paths.settle(
+        fast_paths.Case(recipe, config, device(), functools.partial(build_network, objective=objective))
+    )
+    network = build_network(recipe, config.performance, masters.Placement(config), objective, start)
     if config.performance.compile != "off":
         # By segments, so that the engine finds plain modules; before the engine, so that its hooks are not compiled.
         network.backbone.compile_segments(config.performance.compile)
@@ -205,7 +196,7 @@ def build_step(
     network.began_with = {}
     teachers = build_teachers(recipe, config, engine, objective, source)
     schedules = build_schedules(recipe, epoch_steps)
-    return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
+    return step.TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
 
 
 def build_network(
@@ -224,7 +215,7 @@ def build_network(
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     check_backbone(recipe, network)
     if model.train != ALL:
-        placer = TrainedPlacer(network, recipe.seed, placer)
+        placer = trained.TrainedPlacer(network, recipe.seed, placer)
     if start is None and model.init_from is not None:
         start = model.init_from, find_start(model, recipe.data.known_range)
     if start is not None:
@@ -318,14 +309,16 @@ def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int, start: int = 0) -
 
 
 def build_prefetcher(
-    recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position
+    recipe: Recipe, source: images.Source, micro_batch: int, where: torch.device, start: feed.Position
 ) -> DevicePrefetcher:
     """This rank's micro-batches on the device `where`, from `start` on; every rank calls it. Raises DataError where
     shared memory is too small, and ConfigError where a machine's ranks can't share a cache."""
     with distributed.raise_on_all_ranks():
-        check_shared_memory(recipe.batch_bytes(micro_batch), recipe.data.workers)
-    cache = open_cache(recipe.data.cache_gib, len(source))
+        batches.check_shared_memory(recipe.batch_bytes(micro_batch), recipe.data.workers)
+    cache = image_cache.open_cache(recipe.data.cache_gib, len(source))
     rank, ranks = distributed.rank(), distributed.world_size()
-    options = LoaderOptions.of(recipe, micro_batch=micro_batch, rank=rank, world_size=ranks, device=where, cache=cache)
-    loader = Loader(source, MultiCrop.of(recipe), options, start)
+    options = batches.LoaderOptions.of(
+        recipe, micro_batch=micro_batch, rank=rank, world_size=ranks, device=where, cache=cache
+    )
+    loader = Loader(source, multicrop.MultiCrop.of(recipe), options, start)
     return DevicePrefetcher(loader, where)

@@ -44,7 +44,7 @@ class Centering(ABC):
 
 
 class RunningCenter(Centering):
-    """Subtracts the running mean of the teacher's logits as of the last applied step. name: the mean's name in
+    """Subtracts the running mean of the teacher's logits as of the last applied step. name: of the mean in
     checkpoints."""
 
     def __init__(self, name: str, prototypes: int, momentum: float, device: torch.device | str = "cpu") -> None:
@@ -133,8 +133,7 @@ def _add_softmax(sums: Tensor, products: Tensor, scale: Tensor, shift: Tensor) -
 
 class _Tiles:
     """Iterates over tiles (r, k) of a window's logits / temperature in FP32, any number of times; don't write to them.
-    The first tiles are kept as far as they fit into `_KEPT`; the others are recomputed each time, in the same
-    memory."""
+    The first tiles are kept if they fit into `_KEPT`; others are recomputed in the same memory."""
 
     def __init__(self, window: Sequence[Logits], temperature: float) -> None:
         weight, self.scale = window[0].weight, window[0].scale

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.config.crops import EMA, teacher_sizes
-from dino_ds.engine.distributed import gather_in_place
+from dino_ds.engine import distributed, schedules
 from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters, write_weights
 from dino_ds.engine.process import DTYPES, device
-from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.networks import TeacherParts, build_meta
 from dino_ds.method.specs.base import TeacherSpec
 from dino_ds.method.teacher import Teacher
@@ -39,8 +38,8 @@ class TeacherOptions:
     of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
     or "off". `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its
     crops (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by
-    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations and exports
-    use the running averages."""
+    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations use the
+    averages."""
 
     dtype: torch.dtype = torch.float32
     keep_copy: bool = False
@@ -55,8 +54,8 @@ class EmaTeacher(Teacher):
     precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     Weights that the student never trains keep their values from before any rounding. Matrices A and B of adapters
     (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of products. Of
-    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm's
-    see `TeacherOptions`."""
+    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm:
+    `TeacherOptions`."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class EmaTeacher(Teacher):
             tensor.copy_(student[name])
         self._move_weights(momentum=0.0)
 
-    def update(self, schedule: ScheduleValues) -> None:
+    def update(self, schedule: schedules.ScheduleValues) -> None:
         self.move(schedule.momenta.get(self._name, schedule.teacher_momentum))
 
     @torch.no_grad()
@@ -193,7 +192,7 @@ class _FlatUpdater:
     def update(self, weight: float) -> None:
         masters = [m.shard().to(self._whole[0].device, non_blocking=True) for m in self._masters]
         torch._foreach_lerp_(self._shards, masters, weight)
-        gather_in_place(self._whole, self._shards, self._group)
+        distributed.gather_in_place(self._whole, self._shards, self._group)
 
 
 class _PartitionedUpdater:
@@ -228,7 +227,6 @@ class _PartitionedUpdater:
 
 
 def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
-    """The teacher, equal to the student; every rank must call it."""
     recipe, config, objective = parts.recipe, parts.config, parts.objective
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(spec.name))
     network = network.to_empty(device=device())

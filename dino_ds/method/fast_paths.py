@@ -21,11 +21,8 @@ from dino_ds.basics.seeds import sample_keys
 from dino_ds.config.crops import student_masks
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.feed import Batch
-from dino_ds.data.multicrop import synthetic_masks
-from dino_ds.data.photometric import kernel_difference
-from dino_ds.engine import distributed
-from dino_ds.engine.process import DTYPES, release_memory
+from dino_ds.data import feed, multicrop, photometric
+from dino_ds.engine import distributed, process
 from dino_ds.errors import one_line
 from dino_ds.method.dino import sums_of_rows
 from dino_ds.models.fused import fuse_as_in_training
@@ -52,8 +49,8 @@ class Case:
 
 
 class FastPath(NamedTuple):
-    """where: what takes it, and the module; plain: what takes its place; tolerance: of their relative difference, which
-    `compare` returns."""
+    """where: what takes it; plain: what takes its place; tolerance: of their relative difference, which `compare`
+    returns."""
 
     name: str
     where: str
@@ -75,8 +72,8 @@ EVERY = "every fast path"
 
 
 def settle(case: Case) -> DsConfig:
-    """Decide which fast paths this process takes; returns the config without the others, with notes on these alone.
-    Every rank must call it."""
+    """Decide which fast paths this process takes; returns the config without the others, and notes on these. Every rank
+    calls it."""
     problems = dict[str, str]()
     if not case.config.performance.fast_paths:
         problems = {path.name: "dino_ds.fast_paths is false" for path in FAST_PATHS}
@@ -89,11 +86,10 @@ def settle(case: Case) -> DsConfig:
 
 
 def _problems(case: Case) -> dict[str, str]:
-    """The problems of the fast paths that the run would use and that have not passed before."""
     proven = [path.name for path in FAST_PATHS if case.proof(EVERY).exists() or case.proof(path.name).exists()]
     unproven = [path for path in FAST_PATHS if path.is_used(case) and path.name not in proven]
     problems = {path.name: path.problem(case) for path in unproven}
-    release_memory()
+    process.release_memory()
     for path in (path for path in unproven if not problems[path.name]):
         with suppress(OSError):  # if the cache can't be written, only time is lost
             case.proof(path.name).parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +98,6 @@ def _problems(case: Case) -> dict[str, str]:
 
 
 def _take(case: Case, names: Collection[str]) -> PerformanceOptions:
-    """Take these fast paths and no others; returns the options of such a network."""
     TAKEN.clear()
     TAKEN.update(names)
     asked = case.config.performance
@@ -110,21 +105,20 @@ def _take(case: Case, names: Collection[str]) -> PerformanceOptions:
     return replace(asked, attention=attention, compile=mode)
 
 
-def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Batch:
+def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> feed.Batch:
     """A micro-batch of normal noise, different on each rank, with masks drawn as the recipe says."""
     first = distributed.rank() * images
     keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     shape, normal = (images, recipe.model.in_chans), functools.partial(torch.randn, device=device, generator=generator)
     crops = {group.name: [*normal(group.count, *shape, group.size, group.size)] for group in recipe.groups}
-    return Batch(crops, keys, synthetic_masks(recipe, images, device))
+    return feed.Batch(crops, keys, multicrop.synthetic_masks(recipe, images, device))
 
 
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
-    """Losses, a teacher's rows, their Sinkhorn-Knopp sums and the gradients of the run's heads and two of its blocks,
-    with these fast paths."""
+    """With these fast paths: losses, a teacher's rows, Sinkhorn-Knopp sums, and gradients of heads and two blocks."""
     performance, device, images = _take(case, taken), case.device, case.config.micro_batch
-    dtype = DTYPES[case.config.precision]
+    dtype = process.DTYPES[case.config.precision]
     two_blocks = case.recipe.model.model_copy(update={"depth": 2, "train": "all", "init_from": None})
     recipe = case.recipe.model_copy(update={"model": two_blocks})
     network = case.build(recipe, performance).to(device).train()
@@ -165,7 +159,7 @@ def _compare_augmentation(case: Case, _: str) -> float:
 
     channels, dtype = case.recipe.model.in_chans, torch.float32 if case.recipe.data.known_range else torch.uint8
     shapes = {(group.size, group.size, channels) for group in case.recipe.groups}
-    return max(kernel_difference(augment, case.device, dtype, shape) for shape in shapes)
+    return max(photometric.kernel_difference(augment, case.device, dtype, shape) for shape in shapes)
 
 
 _LOW = 0.1  # in bf16, fp16 and TF32 the gradients of two plain forms differ by hundredths

@@ -27,14 +27,12 @@ from dino_ds.method.objective import Needs, Outputs, StudentOutputs, Term, TermL
 from dino_ds.method.specs import ours as specs
 from dino_ds.method.specs.own import heads_of
 from dino_ds.method.teacher import Teacher, Teachers
+from dino_ds.models import foreign, trained
 from dino_ds.models.base import NOTHING, Crops, cls_of, is_cast, patches_of, resized_patches, take_drawn_weights
-from dino_ds.models.foreign import build_backbone
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.trained import adapters_in
+from dino_ds.weights import load, sidecar
 from dino_ds.weights.frozen import FrozenSource, digest, find_frozen
-from dino_ds.weights.load import fit_tensors
-from dino_ds.weights.sidecar import notes_on_range
 
 _DIGEST = "sha256"
 
@@ -47,7 +45,7 @@ class FrozenTeacher(Teacher):
     def __init__(self, network: Network, source: FrozenSource, parts: TeacherParts) -> None:
         self.about = {"source": source.path, "digest": place_frozen(network, source, parts.config)}
         super().__init__(network, DTYPES[parts.config.precision])
-        self.notes = [*source.notes, *notes_on_range(source.range, parts.recipe.data.known_range)]
+        self.notes = [*source.notes, *sidecar.notes_on_range(source.range, parts.recipe.data.known_range)]
         self._change, ours = None, Normalization.of(parts.recipe)
         if source.normalization != ours:  # offset and factor, applied first, from this run's images to the teacher's
             (offset, factor), wanted = ours.offset_and_factor(), source.normalization.offset_and_factor()
@@ -86,14 +84,23 @@ class FixedTeacher(FrozenTeacher):
 def place_frozen(network: Network, source: FrozenSource, config: DsConfig) -> str:
     """Fill a `network` on the meta device with the tensors of `source`, on this process's device. Matrices are in the
     engine's precision where autocast would cast them to it: results are the same. Every rank must call it. Returns the
-    digest of its tensors. Raises CheckpointError for tensors that do not fit the network, and if ranks have read
-    different tensors."""
+    digest of its tensors. Raises CheckpointError for tensors that do not fit, and if ranks have read different ones."""
     dtype = DTYPES[config.precision]
     if rehearsing():
         allocate(network, dtype)
         return ""
     with distributed.raise_on_all_ranks():
-        tensors = _tensors(source, network)
+        wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        only = network.backbone.training_only
+        tensors = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
+        for name in only:
+            if (shape := wanted.get(f"backbone.{name}")) is not None:
+                tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
+        for name, shape in trained.adapters_in(wanted).items():
+            tensors.setdefault(name, torch.zeros(shape))  # a file has them merged into its weights
+        for name in network.head_names:
+            tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
+        tensors = load.fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
     checksum = digest(tensors)
     if len(set(distributed.gather_objects(checksum))) > 1:
         raise CheckpointError(f"{source.name}: ranks have read different weights there")
@@ -113,25 +120,10 @@ def meta_network(
     options = BackboneOptions(pos_embed_interpolation=source.interpolation, **speed_options(performance))
     asked = {name: query for name, query in queries.items() if name in outputs}
     with torch.device("meta"):
-        backbone = build_backbone(source.spec, source.image_size, options)
+        backbone = foreign.build_backbone(source.spec, source.image_size, options)
         names = dict.fromkeys(query.head for query in asked.values())
         heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
     return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
-
-
-def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
-    """The source's tensors under the network's names. Raises CheckpointError if they do not fit."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    only = network.backbone.training_only
-    tensors = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
-    for name in only:
-        if (shape := wanted.get(f"backbone.{name}")) is not None:
-            tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
-    for name, shape in adapters_in(wanted).items():
-        tensors.setdefault(name, torch.zeros(shape))  # a file has them merged into its weights
-    for name in network.head_names:
-        tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
-    return fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
 
 
 def allocate(network: Network, dtype: torch.dtype) -> None:
@@ -181,7 +173,7 @@ def find_teacher(recipe: Recipe) -> FrozenSource | None:
         source = find_frozen(recipe.teacher.source)
         source.check_channels(recipe.model.in_chans)
         with torch.device("meta"):
-            backbone = build_backbone(source.spec, source.image_size)
+            backbone = foreign.build_backbone(source.spec, source.image_size)
         steps = [recipe.groups_of(resolution) for resolution in recipe.resolutions]
         for side in dict.fromkeys(side for groups in steps for side in teacher_sizes(groups, FROZEN)):
             try:
@@ -216,10 +208,9 @@ def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
         raise ConfigError(f"{teacher} has a head of its own for patches: set objective.ibot_head own")
     stride = recipe.model.spec().stride
     if how.ibot_weight and source.spec.stride != stride:
-        raise ConfigError(
-            f"{teacher} has patches of {source.spec.stride} pixels and the student of {stride}: the loss of masked "
-            "patches needs equal ones; set objective.ibot_weight 0 and crops.mask none, or teacher.distill features"
-        )
+        why = f"{teacher} has patches of {source.spec.stride} pixels and the student of {stride}"
+        more = "the loss of masked patches needs equal ones; set objective.ibot_weight 0 and crops.mask none"
+        raise ConfigError(f"{why}: {more}, or teacher.distill features")
 
 
 def build_teacher(spec: specs.FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
@@ -248,7 +239,6 @@ def build_start_teacher(spec: specs.StartSpec, parts: TeacherParts) -> FixedTeac
 
 
 def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
-    """Lines of the log about the distillation: its teacher and targets; none without a frozen teacher."""
     teacher = teachers.get(FROZEN)
     if not isinstance(teacher, FrozenTeacher):
         return []

@@ -1,7 +1,7 @@
 """Gram anchoring: keeps the similarities between the patches of an image close to those of a teacher, which the EMA
 teacher replaces now and then, or which never moves. Source: DINOv3, section 4 (arXiv 2508.10104);
-facebookresearch/dinov3 `gram.rep_update`. Only similarities are compared, so the teacher may have another width, and
-features may rotate freely."""
+facebookresearch/dinov3 `gram.rep_update`. Only similarities are compared: the teacher may have another width, features
+may rotate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dino_ds.basics.ranges import device_kind
 from dino_ds.config.crops import GLOBAL, Masks, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalization import Normalization
-from dino_ds.engine import distributed
-from dino_ds.engine.process import DTYPES
+from dino_ds.engine import distributed, process
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.method.frozen import FixedTeacher, allocate, meta_network, place_frozen
@@ -81,8 +80,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 class _GramLoss(torch.autograd.Function):
-    """The loss of unit rows x, L = sum (x x^T - t)^2 / count; its gradient is 4 (x x^T - t) x / count, as both are
-    symmetric."""
+    """The loss of unit rows x, L = sum (x x^T - t)^2 / count; its gradient is 4 (x x^T - t) x / count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, low: bool) -> Tensor:
@@ -142,9 +140,9 @@ def _tensors(network: Network) -> dict[str, Tensor]:
 
 
 def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
-    """Raises ConfigError or CheckpointError for a recipe's gram.teacher that does not fit its crops, or that the EMA
-    teacher can't replace."""
-    performance, ema, dtype = parts.config.performance, parts.ema, DTYPES[parts.config.precision]
+    """Raises ConfigError or CheckpointError for a gram.teacher that does not fit, or that the EMA teacher can't
+    replace."""
+    performance, ema, dtype = parts.config.performance, parts.ema, process.DTYPES[parts.config.precision]
     features = parts.objective.teacher_features(spec.name)
     assert ema is not None
     if spec.source != SNAPSHOT:

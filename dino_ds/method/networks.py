@@ -10,22 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dino_ds.config.crops import teacher_sizes
+from dino_ds.config import crops, sections
 from dino_ds.config.ds_schema import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import HeadSection, OptimizerSection
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.errors import ConfigError
 from dino_ds.method.objective import Objective
 from dino_ds.method.specs.own import heads_of
-from dino_ds.models.batch_norm import batch_norms
-from dino_ds.models.foreign import build_backbone
-from dino_ds.models.fused import fuse_as_in_training
+from dino_ds.models import batch_norm, foreign, fused, trained
 from dino_ds.models.network import Network, Query
 from dino_ds.models.prototypes import DinoHead, RegressionHead
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.trained import keep_trained
 from dino_ds.weights.frozen import FrozenSource
 
 
@@ -38,18 +34,17 @@ def build_meta(
     model = recipe.model
     grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
     if performance.compile != "off" and grows:
-        raise ConfigError(
-            "dino_ds.compile does not go with model.stochastic_depth batched that grows: each block keeps another "
-            "number of crops and would be compiled anew; take model.drop_path_growth uniform, or remove one of the two"
-        )
+        why = "dino_ds.compile does not go with model.stochastic_depth batched that grows"
+        more = "each block keeps another number of crops and would be compiled anew"
+        raise ConfigError(f"{why}: {more}; take model.drop_path_growth uniform, or remove one of the two")
     sizes, known = heads_of(recipe), BackboneOptions.__dataclass_fields__
     of_model = {name: value for name, value in model if name in known}
     options = BackboneOptions(mask_token=recipe.hides_patches, **of_model, **speed_options(performance))
     with torch.device("meta"):
-        backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
-        for norm in batch_norms(backbone) if recipe.batch_norm == "frozen" else ():
+        backbone = foreign.build_backbone(model.spec(), recipe.crops.global_size, options)
+        for norm in batch_norm.batch_norms(backbone) if recipe.batch_norm == "frozen" else ():
             norm.frozen = True
-        keep_trained(backbone, model.trained)
+        trained.keep_trained(backbone, model.trained)
         width, synced = backbone.spec.width, model.sync_batch_norm
         heads: dict[str, nn.Module] = {}
         for name, query in {query.head: query for query in queries.values()}.items():
@@ -58,7 +53,7 @@ def build_meta(
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
     network = Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
-    fuse_as_in_training(network)
+    fused.fuse_as_in_training(network)
     return network
 
 
@@ -67,14 +62,13 @@ def speed_options(performance: PerformanceOptions) -> dict[str, Any]:
     return {name: value for name, value in vars(performance).items() if name in BackboneOptions.__dataclass_fields__}
 
 
-def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
-    """Build a recipe's head for features of `width`."""
+def build_head(width: int, head: sections.HeadSection, sync_batch_norm: bool = True) -> DinoHead:
     built = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
     built = built.free_prototypes() if head.free_prototypes else built
     return built.add_batch_norm(sync_batch_norm) if head.batch_norm else built
 
 
-def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
+def optimizer_options(section: sections.OptimizerSection) -> OptimizerOptions:
     """The engine's options from a recipe's section `optimizer`; its other keys reach the engine by the schedules."""
     same = {name: value for name, value in section if name in OptimizerOptions.__dataclass_fields__}
     return OptimizerOptions(betas=(section.beta1, section.beta2), **same)
@@ -91,7 +85,7 @@ class TermParts:
     @property
     def taught_crops(self) -> int:
         """The number of crops of an image that the teacher of the targets sees."""
-        return len(teacher_sizes(self.recipe.groups, self.recipe.teacher.taught_by))
+        return len(crops.teacher_sizes(self.recipe.groups, self.recipe.teacher.taught_by))
 
 
 @dataclass(frozen=True)

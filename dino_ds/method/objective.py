@@ -106,8 +106,7 @@ class TermLoss(NamedTuple):
 
 class TargetEntropy(NamedTuple):
     """Facts about a term's scalar that is the mean entropy of targets. prototypes: number of prototypes; cross_entropy:
-    name of the scalar with the cross-entropy (None: the term's loss); rows: what has one target each, as messages name
-    it."""
+    name of the scalar with the cross-entropy (None: the term's loss); rows: what has a target each."""
 
     prototypes: int
     cross_entropy: str | None = None
@@ -148,8 +147,8 @@ class RunningMean:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Update the mean with the window's total (k + 1,) over all ranks, and begin a new window. Without rows the
-        mean does not change."""
+        """Update the mean with the window's total (k + 1,) over all ranks, unless it has no rows, and begin a new
+        window."""
         moves = total[-1].clamp_max(1 - self.momentum)  # or 0 without rows: total[-1] is an integer
         self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()
@@ -230,8 +229,7 @@ class Objective:
     depend on all micro-batches of a step."""
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
-        self.terms = dict(terms)
-        self.own = OwnStates(terms)
+        self.terms, self.own = dict(terms), OwnStates(terms)
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
         self.entropies = [
@@ -264,7 +262,6 @@ class Objective:
         return {query: comparison for comparison, needs in compared for query in needs.queries}
 
     def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> TermLoss:
-        """Compute the weighted sum of the terms, and their scalars, from the student's outputs by name."""
         total: Tensor | None = None
         scalars: dict[str, Tensor] = {}
         for name, term in self.terms.items():
@@ -277,11 +274,9 @@ class Objective:
         return TermLoss(total, scalars)
 
     def student_features(self) -> tuple[str, ...]:
-        """The names of the outputs that terms read from the student, each once."""
         return tuple(dict.fromkeys(name for term in self.terms.values() for name in term.needs.student))
 
     def teacher_features(self, teacher: str) -> tuple[str, ...]:
-        """The names of the outputs that terms read from one teacher, each once."""
         return tuple(dict.fromkeys(n for term in self.terms.values() for n in term.needs.teachers.get(teacher, ())))
 
     def pending(self) -> list[Tensor]:
@@ -289,13 +284,11 @@ class Objective:
         return [statistic.pending() for statistic in self.statistics.values()]
 
     def commit(self, total: Tensor) -> None:
-        """Update the statistics with the window's totals over all ranks, and begin a new window."""
         sizes = [len(pending) for pending in self.pending()]
         for statistic, part in zip(self.statistics.values(), total.split(sizes), strict=True):
             statistic.commit(part)
 
     def drop(self) -> None:
-        """Forget the window: its optimizer step was not applied."""
         for statistic in self.statistics.values():
             statistic.drop()
 
@@ -311,7 +304,6 @@ class Objective:
 
 
 def _checked(name: str, term: Term, result: object) -> TermLoss:
-    """The result of a term's `loss`. Raises ConfigError unless it is one number and the term's declared scalars."""
     gave = f"loss term {name}: loss() gave"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise ConfigError(f"{gave} a {type(result).__name__}: return TermLoss(loss, {{scalar: value}})")

@@ -50,8 +50,7 @@ class CodingRateTerm(Term):
             cosine = (pairs.sum() - pairs.diagonal().sum()) / (pairs.numel() - self.crops)
             rate = coding_rate(rows[: self.crops])
             width, images = rows.shape[2], rows.shape[1] * distributed.world_size()
-            # Rates of images that all have the same row, and of images spread as evenly as they can be.
-            least, most = (
+            least, most = (  # rates of images that all have the same row, and of images spread as evenly as they can be
                 rank * math.log1p(width / (rank * DISTORTION)) / 2 * ((images + width) / (images * width))
                 for rank in (1, min(width, images))
             )

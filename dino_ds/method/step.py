@@ -1,6 +1,6 @@
 """The algorithm on one screen: what one micro-batch does, and what changes when its window ends. Teachers, running
-statistics and schedules advance once per *applied* optimizer step. This makes gradient accumulation and fp16 overflow
-right by construction."""
+statistics and schedules advance once per *applied* optimizer step. So gradient accumulation and fp16 overflow are right
+by construction."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dino_ds.config.crops import EMA, CropGroup, Masks
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.models import batch_norm, fused
 from dino_ds.models.base import Backbone, Crops
-from dino_ds.models.batch_norm import BatchNorm
-from dino_ds.models.fused import uncompiled
 from dino_ds.models.network import Network, Output
 
 
@@ -25,8 +24,7 @@ class Teacher:
         self.dtype = dtype
         self._device = next(network.parameters()).device
         self._running = network
-        self._batch_norms: list[BatchNorm] = []
-        """Layers of `_running` that normalize by the batch."""
+        self._batch_norms: list[batch_norm.BatchNorm] = []  # layers of `_running` that normalize by the batch
         self._unsynced: list[Tensor] = []
 
     @torch.no_grad()
@@ -58,8 +56,7 @@ class Teacher:
         return {}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """Moving buffers, FP32, that differ between ranks within a step; each applied step replaces them by their mean
-        over ranks."""
+        """Moving buffers, FP32, that differ between ranks until an applied step replaces them by their mean."""
         return self._unsynced
 
     @property
@@ -70,7 +67,7 @@ class Teacher:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Compute as `dino-ds eval` does: in FP32, without gradients, and with nothing compiled."""
-        with torch.no_grad(), uncompiled():
+        with torch.no_grad(), fused.uncompiled():
             yield
 
     def state(self) -> dict[str, Tensor]:
@@ -125,16 +122,13 @@ class Teachers:
         return {f"{prefix}{name}": buffer for prefix, named in moving for name, buffer in named.items()}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """The buffers of all teachers that each applied step averages over ranks."""
         return [tensor for teacher in self._teachers.values() for tensor in teacher.unsynced_statistics()]
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by reference."""
         states = [(self._prefix[name], teacher.state()) for name, teacher in self._teachers.items()]
         return {f"{prefix}{name}": tensor for prefix, state in states for name, tensor in state.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` gave. Raises KeyError for a missing tensor."""
         for name, teacher in self._teachers.items():
             prefix = self._prefix[name]
             teacher.load_state({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})

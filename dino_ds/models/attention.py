@@ -75,12 +75,7 @@ def _views(x: Tensor, groups: Groups, parts: int, heads: int) -> list[tuple[Tens
 
 
 def _write_rotated(
-    out: Tensor,
-    pieces: Sequence[Sequence[Tensor]],
-    groups: Groups,
-    tables: Sequence[Tensor],
-    rotated: int,
-    back: bool,
+    out: Tensor, pieces: Sequence[Sequence[Tensor]], groups: Groups, tables: Sequence[Tensor], rotated: int, back: bool
 ) -> None:
     cut = out.split([sequences * tokens for sequences, tokens in groups])
     for rows, group, parts, table in zip(cut, groups, pieces, tables, strict=True):

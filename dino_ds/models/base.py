@@ -1,5 +1,4 @@
-"""The contract of a backbone: what training, teachers and exports ask of any network, and how its weights are
-initialized."""
+"""The contract of a backbone: what training, teachers and exports ask of a network, and its initialization."""
 
 from __future__ import annotations
 
@@ -41,9 +40,7 @@ class Backbone(nn.Module, ABC):
 
     def __init__(self, spec: BackboneSpec) -> None:
         super().__init__()
-        self.spec = spec
-        self._checkpointed = 0
-        self.is_compiled = False
+        self.spec, self._checkpointed, self.is_compiled = spec, 0, False
 
     @abstractmethod
     def forward(
@@ -65,8 +62,7 @@ class Backbone(nn.Module, ABC):
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
     def drawn(self) -> Backbone | None:
-        """A copy on the CPU that its class has initialized, or None if `dino_ds.models.foreign` can initialize the
-        backbone module by module."""
+        """A copy on the CPU that its class has initialized, or None if it can be initialized module by module."""
         return None
 
     def check_trainable(self) -> None:

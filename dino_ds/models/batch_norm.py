@@ -182,10 +182,9 @@ def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
         elif isinstance(module, nn.modules.batchnorm._NormBase) and (
             module.running_mean is not None or isinstance(module, nn.modules.batchnorm._BatchNorm)
         ):
-            raise ConfigError(
-                f"{name} is of class {type(module).__name__}, not torch's BatchNorm: its statistics can't be kept "
-                "right over ranks and recomputation; take torch's, GroupNorm or LayerNorm"
-            )
+            why = f"{name} is of class {type(module).__name__}, not torch's BatchNorm"
+            more = "its statistics can't be kept right over ranks and recomputation"
+            raise ConfigError(f"{why}: {more}; take torch's, GroupNorm or LayerNorm")
 
 
 def batch_norms(network: nn.Module) -> list[BatchNorm]:

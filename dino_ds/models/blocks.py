@@ -192,8 +192,8 @@ class RotaryAttention(Attention):
 
 class PatchProjection(nn.Conv2d):
     """The convolution that embeds patches, as one matrix product: its windows do not overlap. Exact in FP32, where
-    cuDNN's convolutions take TF32 unless told otherwise. A subclass, because ZeRO 3 gathers a parameter only around its
-    module's forward."""
+    cuDNN's convolutions take TF32 unless told otherwise. A subclass, as ZeRO 3 gathers a parameter around its module's
+    forward."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> (b, patches, d); what does not fill a patch at the edges is left out."""
@@ -265,8 +265,7 @@ class GatedMlp(nn.Module):
 
 class ActivatedLinear(nn.Linear):
     """linear(GELU(x)) or linear(SwiGLU(x)) that keeps only x for the backward pass and recomputes the activation there.
-    This saves an eighth of the tensors that a block keeps, for one more pass over x. torch.compile decides for
-    itself."""
+    It saves an eighth of a block's tensors, for one more pass over x. torch.compile decides for itself."""
 
     def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
         super().__init__(n_in, n_out)
@@ -277,7 +276,6 @@ class ActivatedLinear(nn.Linear):
         return self.activated_linear(x, value, self.weight, self.bias)
 
     def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` with this weight and bias instead of the layer's."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.linear(_activate(x, value, self.swiglu), weight, bias)
         return _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)

@@ -167,14 +167,12 @@ class LayerScale(nn.Module):
         nn.init.constant_(self.gamma, self.initial)
 
     def forward(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
-        """See `add_branch`."""
         return add_branch(x, branch, self.gamma, drop)
 
 
 def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | Kept | None) -> Tensor:
     """Add `branch`, times gamma (d,) if given, to x (rows, d). drop: stochastic depth: None, or a scale for each row of
-    the branch (rows, 1), or the sequences whose branch was computed, with scales that make up for the other
-    sequences."""
+    the branch (rows, 1), or the sequences whose branch was computed, with scales that make up for others."""
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
         return _FusedAdd.apply(x, branch, gamma, scales, places)

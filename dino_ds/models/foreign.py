@@ -1,5 +1,4 @@
-"""A timm network, or the user's own, as a backbone whose parameters keep their names; and the class that any spec is
-built by."""
+"""A timm network, or the user's own, as a backbone whose parameters keep their names; and the class of any spec."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError, one_line
+from dino_ds.models import batch_norm, drop_path
 from dino_ds.models.base import CLS, NOTHING, Backbone, Crops, patches_of
-from dino_ds.models.batch_norm import use_own_batch_norm
-from dino_ds.models.drop_path import drop_path_draws
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 from dino_ds.models.specs.foreign import ForeignSpec, create, facts_of, features_of
@@ -34,7 +32,7 @@ class ForeignBackbone(Backbone):
         self._foreign, self.options, self.image_size = spec, options, image_size
         self._facts = facts_of(spec)
         network = create(spec, image_size, options.drop_path)
-        use_own_batch_norm(network, options.sync_batch_norm)
+        batch_norm.use_own_batch_norm(network, options.sync_batch_norm)
         for name, module in list(network.named_modules()):
             if isinstance(module, DropPath):
                 network.set_submodule(name, KeyedDropPath(float(module.drop_prob or 0.0), module.scale_by_keep))
@@ -74,9 +72,8 @@ class ForeignBackbone(Backbone):
         try:
             self._shapes(height, width)
         except Exception as error:  # whatever a foreign network raises
-            raise ConfigError(
-                f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error).rstrip('.')}"
-            ) from None
+            why = f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error).rstrip('.')}"
+            raise ConfigError(why) from None
 
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Shapes of the features of two images, and of their patch features, or None without patch features."""
@@ -104,34 +101,28 @@ class ForeignBackbone(Backbone):
         views = sum(len(group) for group in crops.values())
         draws, before = None, 0
         if drop_keys is not None and self._drops:
-            draws = drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
+            draws = drop_path.drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
         cls, patch_features = list[Tensor](), dict[str, Tensor]()
         for _, run in itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:]):
             names = [*run]
             images = torch.cat([crop for name in names for crop in crops[name]])
             batch_draws = None if draws is None else draws[:, before : before + len(images)]
             before += len(images)
-            image, maps = self._features(images, batch_draws)
+            for i, drop in enumerate(self._drops):
+                drop.draws = None if batch_draws is None else batch_draws[i]
+            for module in self._caching:  # LeViT and its kin: in evaluation they would reuse the first pass's biases
+                module.attention_bias_cache = {}
+            if images.is_meta or not torch.is_autocast_enabled(images.device.type):
+                images = images.to(next(self.parameters()).dtype)
+            if images.is_cuda if self.options.channels_last is None else self.options.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            image, maps = features_of(self._network[0], images)
             cls.append(image)
             if maps is not None:
                 parts = maps.split([sum(len(crop) for crop in crops[name]) for name in names])
                 named = [pair for pair in zip(names, parts, strict=True) if pair[0] in patches]
                 patch_features |= {patches_of(name): part.flatten(1, 2) for name, part in named}
         return {CLS: torch.cat(cls), **patch_features}
-
-    def _features(self, images: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Images of one size, draws (drop paths, b) or None -> features of images and of patches."""
-        for i, drop in enumerate(self._drops):
-            drop.draws = None if draws is None else draws[i]
-        for module in self._caching:  # LeViT and its kin: in evaluation they would reuse the first pass's biases
-            module.attention_bias_cache = {}
-        weight = next(self.parameters())
-        if images.is_meta or not torch.is_autocast_enabled(images.device.type):
-            images = images.to(weight.dtype)
-        wanted = self.options.channels_last
-        if images.is_cuda if wanted is None else wanted:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return features_of(self._network[0], images)
 
 
 class KeyedDropPath(nn.Module):

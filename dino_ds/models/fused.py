@@ -29,8 +29,7 @@ _uncompiled: list[None] = []
 
 class Fused:
     """A function that runs as at most `kernels` kernels on a GPU. passes: how often at most they read or write each
-    argument, or scratch or results of its size; 1 if not given. Rehearsals count by these numbers; a test compares them
-    with Inductor's code."""
+    argument, or scratch or results of its size; 1 if not given. Rehearsals count by these numbers."""
 
     def __init__(self, function: Callable[..., Any], kernels: int, passes: dict[str, float]) -> None:
         functools.update_wrapper(self, function)
@@ -114,6 +113,6 @@ def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def listen_to_kernels(listener: KernelListener) -> AbstractContextManager[None]:
-    """Enter `listener(kernels, bytes)` around each fused function: the kernels that a GPU would launch for it, and the
-    bytes that these would move."""
+    """Enter `listener(kernels, bytes)` around each fused function: the kernels of a GPU, and the bytes that these
+    move."""
     return added(_listeners, listener)

@@ -31,7 +31,7 @@ class Network(nn.Module):
     parameters begin with it. `queries`: head and input of each output, by the output's name. `features`: names of the
     features that are outputs themselves. `freezes_backbone`: the backbone is frozen for a while, and needs separate
     parameter groups. `started_from` describes the weights that the network starts from; `began_with` has them, FP32,
-    until an engine has taken them."""
+    until an engine takes them."""
 
     def __init__(
         self,

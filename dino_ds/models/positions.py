@@ -79,8 +79,7 @@ class RopeTables:
 
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> Tensor:
     """The centers of the rows of a grid of patches, then those of its columns, (height + width,), from -1 to 1, FP32.
-    `sides`: whether each axis is normalized by its own side ("separate"), or both by the larger or smaller one ("max",
-    "min")."""
+    `sides`: whether each axis is normalized by its own side ("separate"), or the larger or smaller ("max", "min")."""
     by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]
     axes = [torch.arange(count, device=device, dtype=torch.float32) for count in (height, width)]
     return torch.cat([(axis + 0.5) / side * 2 - 1 for axis, side in zip(axes, by, strict=True)])

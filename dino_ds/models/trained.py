@@ -1,8 +1,8 @@
 """Trains a part of a network: low-rank adapters, the last blocks, or norms and biases; all else keeps its values. peft
 is not used: it renames the weights that it wraps, and its layers return one tensor and keep their weights in
 submodules. Layers here own their weights, so that ZeRO 3 gathers these around the layer's forward, which can slice
-them. They also save less for the backward pass. Source: LoRA (arXiv 2106.09685): y = W x + alpha / rank * B A x, with B
-zero at first."""
+them. They also save less for the backward pass. Source: LoRA (arXiv 2106.09685): y = W x + alpha / rank * B A x, B zero
+at first."""
 
 from __future__ import annotations
 
@@ -72,16 +72,15 @@ _ADAPTED: dict[type, type] = {
 
 
 def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
-    """Give `backbone` its adapters if `part` has some, and freeze all weights outside `part`. Raises ConfigError where
-    the backbone has no such part."""
+    """Give `backbone` its adapters if `part` has some, and freeze other weights. Raises ConfigError if it has no such
+    part."""
     if part.kind == ALL:
         return
     name = backbone.spec.title
     if backbone.spec.has_batch_norm:
-        raise ConfigError(
-            f"model.train {part.kind}: {name} has BatchNorm, whose statistics would go on moving in layers that are "
-            "frozen: set model.train all, or take a ViT or ConvNeXt"
-        )
+        why = f"model.train {part.kind}"
+        more = f"{name} has BatchNorm, whose statistics would go on moving in layers that are frozen"
+        raise ConfigError(f"{why}: {more}: set model.train all, or take a ViT or ConvNeXt")
     depth, layers = len(backbone.segments()), backbone.layers()
     if part.blocks > depth:
         raise ConfigError(f"model.train {part.kind}: {name} has {depth} blocks: give 1 to {depth}, or model.train all")

@@ -90,7 +90,15 @@ class VisionTransformer(Backbone):
         if not patches:
             return {CLS: tokens}
         kept = {name: batch.kept for names, batch in zip(runs, batches, strict=True) for name in names}
-        return _by_name(tokens, crops, patches, kept)
+        rows = [sum(len(crop) for crop in group) for group in crops.values()]
+        parts = tokens.split([b * kept[name] for b, name in zip(rows, crops, strict=True)])
+        features, cls = {}, []
+        for name, b, part in zip(crops, rows, parts, strict=True):
+            first, others = part.unflatten(0, (b, kept[name])).split([1, kept[name] - 1], dim=1)
+            cls.append(first.squeeze(1))
+            if name in patches:
+                features[patches_of(name)] = others
+        return {CLS: torch.cat(cls), **features}
 
     def _batch(self, crops: Crops, names: Sequence[str], patches: Sequence[str], masks: Mapping[str, Tensor]) -> _Batch:
         """Batch the crops of the groups `names`, all of one size. Patches are computed for all of them or none."""
@@ -158,7 +166,6 @@ class VisionTransformer(Backbone):
         groups, kept = tuple((s.shape[0], s.shape[1]) for s in sequences), tuple(batch.kept for batch in batches)
 
         def pack() -> tuple[Packing, Selection | None]:
-            """The packing of the sequences, and the selection of `kept` tokens of each, or None if all are kept."""
             packing = Packing.of(groups, images.device)
             return packing, None if kept == tuple(n for _, n in groups) else packing.first_and_last(kept)
 
@@ -176,16 +183,13 @@ class VisionTransformer(Backbone):
                 x = self.run_segment(i, block, x, packing, dropped, selection if i == last else None, tables[i])
         if wanted is not None and selection is None:
             x = x.index_select(0, wanted.rows)
-        return self._normed_features(x, packing if wanted is None else wanted.packing, batches)
-
-    def _normed_features(self, x: Tensor, packing: Packing, batches: Sequence[_Batch]) -> Tensor:
-        """Apply the final norms to x (rows, d): of all, of CLS tokens, and in training of local crops' CLS tokens."""
         normed: Tensor = self.norm(x)  # of all rows, so that its gradient exists in every pass: ZeRO 3 needs it
         of_local, at = self.local_cls_norm if torch.is_grad_enabled() else None, 0
+        cls = (packing if wanted is None else wanted.packing).cls
         for name, count in (item for batch in batches for item in batch.sequences.items()):
             norm = of_local if of_local is not None and name == LOCAL else self.cls_norm
             if norm is not None:
-                rows = packing.cls[at : at + count]
+                rows = cls[at : at + count]
                 normed = normed.index_copy(0, rows.long(), norm(x.index_select(0, rows)))
             at += count
         return normed
@@ -193,7 +197,6 @@ class VisionTransformer(Backbone):
     def _drop(
         self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, selection: Selection | None
     ) -> list[Tensor] | list[list[Kept]] | None:
-        """Stochastic depth of each block, from `drop_path_draws`; `selection`: the rows that the last block returns."""
         if draws is None:
             return None
         rate = self.options.drop_path
@@ -216,8 +219,7 @@ class VisionTransformer(Backbone):
             assert self.mask_token is not None
             patches = torch.where(mask.unsqueeze(-1), self.mask_token.to(patches.dtype), patches)
         elif self.mask_token is not None:
-            # Zero: ZeRO 3 would repeat an old gradient for a parameter that gets none.
-            cls = cls + 0 * self.mask_token
+            cls = cls + 0 * self.mask_token  # zero: ZeRO 3 would repeat an old gradient for a parameter that gets none
         positions = None if self.pos_embed is None else self._positions(*self._grid(images))
         if self.reg_token is not None:
             registers = self.reg_token.expand(images.shape[0], -1, -1)
@@ -248,16 +250,3 @@ class _Batch:
     kept: int
     sequences: Mapping[str, int]
     tables: Sequence[Tensor] = ()
-
-
-def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping[str, int]) -> dict[str, Tensor]:
-    """Split the rows that `_features` returns, `kept` for each crop of a group, into features by name."""
-    rows = [sum(len(crop) for crop in group) for group in crops.values()]
-    parts = tokens.split([b * kept[name] for b, name in zip(rows, crops, strict=True)])
-    features, cls = {}, []
-    for name, b, part in zip(crops, rows, parts, strict=True):
-        first, others = part.unflatten(0, (b, kept[name])).split([1, kept[name] - 1], dim=1)
-        cls.append(first.squeeze(1))
-        if name in patches:
-            features[patches_of(name)] = others
-    return {CLS: torch.cat(cls), **features}

@@ -51,8 +51,8 @@ def export_safetensors(model: Backbone, out: Path) -> str:
 def export_timm(model: Backbone, out: Path) -> str:
     """Write a folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and loads the model, and
     so does AutoModel.from_pretrained(FOLDER) of transformers, by its wrapper of timm's models. A rotary ViT without
-    LayerScale gets one of ones, which changes nothing: all of timm's have it. Raises ConfigError for a network that
-    timm does not know."""
+    LayerScale gets one of ones, which changes nothing: all of timm's have it. Raises ConfigError for a network unknown
+    to timm."""
     config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
     if model.value_range is not None:
         config["value_range"] = list(model.value_range)
@@ -72,7 +72,7 @@ def export_timm(model: Backbone, out: Path) -> str:
 def export_onnx(model: Backbone, out: Path) -> str:
     """Write an ONNX file by PyTorch's exporter, of the network as timm builds it: images (batch, channels, side, side),
     normalized -> features (batch, width). Its metadata say how images are prepared. Raises ConfigError for a network
-    that timm does not know."""
+    unknown to timm."""
     import timm
 
     about = timm_config(model)["pretrained_cfg"] | {"value_range": model.value_range}
@@ -105,8 +105,7 @@ def _like_timm(arch: ViTSpec) -> ViTSpec:
 
 
 def timm_model(model: Backbone, arch: ViTSpec | None = None) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments with which timm builds this backbone, or None if timm does not know it. arch: in the place of
-    a ViT's own."""
+    """Name and arguments by which timm builds this backbone, or None. arch: in the place of a ViT's own."""
     if not model.is_vit:
         return model.network.spec.timm_model("", model.image_size)
     arch = arch or model.vit.arch
@@ -125,14 +124,13 @@ def timm_model(model: Backbone, arch: ViTSpec | None = None) -> tuple[str, dict[
 
 
 def timm_config(model: Backbone) -> dict[str, Any]:
-    """A folder's config.json as on the Hugging Face hub. Raises ConfigError for a network that timm does not know."""
+    """A folder's config.json as on the Hugging Face hub. Raises ConfigError for a network unknown to timm."""
     spec = model.network.spec
     known = timm_model(model, _like_timm(model.vit.arch) if model.is_vit else None)
     if known is None:
         problem = "with these norms or rotary positions" if model.is_vit else "is a class of your own"
-        raise ConfigError(
-            f"{spec.title} {problem}, which neither timm nor transformers can build: take --format safetensors"
-        )
+        why = f"{spec.title} {problem}, which neither timm nor transformers can build: take --format safetensors"
+        raise ConfigError(why)
     # transformers hands them to timm.create_model, which drops None; from a folder timm would not.
     name, arguments = known[0], {key: value for key, value in known[1].items() if value is not None}
     return {
@@ -168,7 +166,6 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """Make the folder of `out`, and raise ConfigError if the block can't write to it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield

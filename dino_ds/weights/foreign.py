@@ -74,9 +74,8 @@ def stated_spec(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Back
         stated: BackboneSpec = replace(spec, **numbers)
     except (TypeError, ValueError) as error:
         reason = f" ({one_line(error)})" if isinstance(error, ValueError) else ""
-        raise CheckpointError(
-            f"the JSON beside the weights has an architecture that is not that of a {ascii(name)[1:-1][:80]}{reason}"
-        ) from None
+        why = f"the JSON beside the weights has an architecture that is not that of a {ascii(name)[1:-1][:80]}{reason}"
+        raise CheckpointError(why) from None
     return stated
 
 

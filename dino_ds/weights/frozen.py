@@ -19,11 +19,8 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import Normalization, Stated
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.weights import sidecar
-from dino_ds.weights.layouts import check_numbers
-from dino_ds.weights.load import describe
+from dino_ds.weights import layouts, load, sidecar, start
 from dino_ds.weights.read import checkpoint_of, find_weights, is_checkpoint, network_parts
-from dino_ds.weights.start import channels_of, read_start
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class FrozenSource:
 
     @property
     def name(self) -> str:
-        """The key and path, for messages."""
         return f"{self.key} {self.path}"
 
     def check_channels(self, ours: int) -> None:
@@ -90,7 +86,7 @@ def find_frozen(source: str, key: str = "teacher.source", heads: int | None = No
         if folder:
             return replace(_of_checkpoint(source, folder), key=key)
         weights = find_weights(source)
-        network = describe(weights, heads)
+        network = load.describe(weights, heads)
         channels = network.spec.in_chans
         return FrozenSource(
             source,
@@ -111,7 +107,7 @@ def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
     manifest, whole, recipe = saved.manifest, saved.whole(), sidecar.recipe_of(saved.manifest)
     heads = network_parts(saved)
     backbone = heads.pop("backbone")
-    check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
+    layouts.check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
     free = [name for name in heads if name in ("head", "ibot_head") and getattr(recipe, name).free_prototypes]
     return FrozenSource(
         source,
@@ -136,8 +132,8 @@ def stated_images(recipe: Recipe) -> Stated:
         if source is None:
             continue
         with naming(f"{key} {source}"):
-            weights = read_start(model) if key == "model.init_from" else find_weights(source)
-            if stated := sidecar.stated_normalization(weights.about, channels_of(weights)):
+            weights = start.read_start(model) if key == "model.init_from" else find_weights(source)
+            if stated := sidecar.stated_normalization(weights.about, start.channels_of(weights)):
                 ours, values = stated.for_channels(model.in_chans), sidecar.range_of(weights.about)
                 return Stated(f"{key} {source}", ours, values)
     return Stated()

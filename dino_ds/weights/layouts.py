@@ -36,12 +36,11 @@ _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
 """Our names of dino's and dinov2's projection heads."""
 HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
 """A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
-_PROTOTYPES = {
+_PROTOTYPES = {  # names of a head's prototypes, of which only the directions count -> names of their lengths
     "prototypes.weight": "prototypes.lengths",
     "last_layer.weight_v": "last_layer.weight_g",
     "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
 }
-"""Names of a head's prototypes, of which only the directions count -> names of their lengths."""
 _PLAIN = "last_layer.weight"
 """Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
 BASE = 100.0  # base of the periods of all released networks, of which files have only the periods
@@ -158,27 +157,23 @@ def unused(names: list[str]) -> list[str]:
 
 
 def few(names: list[str]) -> str:
-    """The first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def split_network(tensors: dict[str, Tensor]) -> Weights:
     """The teacher's backbone and heads among the tensors of a file. Prefixes of DDP and torch.compile are dropped. The
     backbone is the network with the patch embedding; its heads are `head` or dinov2's `dino_head` next to it, and
-    `ibot_head`. Raises CheckpointError without a ViT, and for several ViTs of which not exactly one is called teacher.
-    """
+    `ibot_head`. Raises CheckpointError unless there is one ViT, or one called teacher."""
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
     prefixes = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
     if not prefixes:
-        raise CheckpointError(
-            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(sorted(tensors))}; "
-            "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
-        )
+        why = "it holds no Vision Transformer that dino_ds knows"
+        more = f"its tensors are {few(sorted(tensors))}; name another network of timm's or your own"
+        raise CheckpointError(f"{why}: {more}: --backbone of dino-ds export, backbone= in Python")
     chosen = [prefix for prefix in prefixes if "teacher" in prefix] if len(prefixes) > 1 else prefixes
     if len(chosen) != 1:
-        raise CheckpointError(
-            f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
-        )
+        why = f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
+        raise CheckpointError(why)
     prefix = chosen[0]
     owner = prefix.removesuffix("backbone.")
     mask, cls = tensors.get(f"{prefix}mask_token"), tensors.get(f"{prefix}cls_token")
@@ -264,8 +259,7 @@ def check_keys(name: str, bias: Tensor) -> None:
 
 
 def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """The network with or without biases of queries and values, as `wanted`, if these are zero, as in released files;
-    and notes on it."""
+    """The network with or without biases of queries and values, as `wanted`, if these are zero; and notes on it."""
     names = [name for name in backbone if name.endswith((".attn.q_bias", ".attn.v_bias"))]
     if not has_rope(backbone) or bool(names) == wanted:
         return dict(backbone), []

@@ -1,7 +1,5 @@
-"""A trained backbone in Python: its features, patch tokens and attention.
-
-model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
-features = model.features(model.preprocess(image)[None])"""
+"""A trained backbone in Python: its features, patch tokens and attention. model = dino_ds.load("runs/quickstart")
+# or a file of weights, a Hugging Face folder, a timm name features = model.features(model.preprocess(image)[None])"""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ from torch import Tensor, nn
 
 from dino_ds.basics.names import MODEL_FORMS
 from dino_ds.basics.own_code import allow_code
-from dino_ds.data.decode import load_image, prepared
-from dino_ds.data.encoded import NamedFiles
+from dino_ds.data import decode, encoded, multicrop
 from dino_ds.data.images import UnreadableImage, pillow_values
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
@@ -49,8 +45,7 @@ class Backbone(nn.Module):
     "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for hidden patches in
     training, or None if unknown; `notes` what the source does not state and what was left out of it; `value_range` the
     values of black and white in training images deeper than 8 bits, or None without such images; `normalization` the
-    mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's for the images of the run,
-    if they are known."""
+    mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's, if known."""
 
     mask_token: Tensor | None = None
     crop_pct: float | None = None
@@ -72,7 +67,7 @@ class Backbone(nn.Module):
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self.normalization = normalization_of(about, network.spec.in_chans)
-        self._crop = EvalCrop(image_size, self.normalization)
+        self._crop = multicrop.EvalCrop(image_size, self.normalization)
 
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size). The image
@@ -83,13 +78,12 @@ class Backbone(nn.Module):
         try:
             if isinstance(image, str | Path):
                 name = str(image)
-                return self._crop(load_image(NamedFiles([name]), 0, self.value_range, channels))
+                return self._crop(decode.load_image(encoded.NamedFiles([name]), 0, self.value_range, channels))
             if not isinstance(image, Image.Image | np.ndarray):
-                raise ConfigError(
-                    f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
-                )
+                why = f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
+                raise ConfigError(why)
             values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else image
-            return self._crop(prepared(values.reshape(*values.shape[:2], -1), self.value_range, name))
+            return self._crop(decode.prepared(values.reshape(*values.shape[:2], -1), self.value_range, name))
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
@@ -106,8 +100,7 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def patch_tokens(self, images: Tensor) -> Tensor:
         """Tokens of the patches after the final norm, (b, height, width of the grid, width). Networks other than ViTs
-        return the feature map before pooling, with its own width. Raises ConfigError for a network without such a map.
-        """
+        return the feature map before pooling, with its own width. Raises ConfigError if it has none."""
         with self._explained(images):
             grid = self.network.patch_grid(*images.shape[-2:])
             features: dict[str, Tensor] = self.network({"images": [images]}, patches=("images",))
@@ -146,15 +139,12 @@ class Backbone(nn.Module):
     def vit(self) -> VisionTransformer:
         """The network, if it is a Vision Transformer of dino_ds. Raises ConfigError for another one."""
         if not isinstance(self.network, VisionTransformer):
-            raise ConfigError(
-                f"{self.title} is not a Vision Transformer that dino_ds builds: attention and "
-                "the tokens of single blocks are of those alone"
-            )
+            why = f"{self.title} is not a Vision Transformer that dino_ds builds"
+            raise ConfigError(f"{why}: attention and the tokens of single blocks are of those alone")
         return self.network
 
     @contextmanager
     def _explained(self, images: Tensor) -> Iterator[None]:
-        """Raises ConfigError unless `images` are a batch that the network can take."""
         channels = self.network.spec.in_chans
         if not isinstance(images, Tensor):
             raise ConfigError(f"a {type(images).__name__} is not a tensor of images: stack what preprocess gives")
@@ -185,9 +175,8 @@ def load(
     asked = None
     if backbone is not None:
         if backbone in BACKBONES:
-            raise CheckpointError(
-                f"--backbone {backbone}: Vision Transformers are known by their tensors; leave it out"
-            )
+            why = f"--backbone {backbone}: Vision Transformers are known by their tensors; leave it out"
+            raise CheckpointError(why)
         allow_code([backbone])
         try:
             asked = foreign_spec(str(backbone))
@@ -230,7 +219,6 @@ class Description:
 
     @property
     def arch(self) -> ViTSpec:
-        """The spec of a ViT: for weights without a `spec` of their own."""
         assert isinstance(self.spec, ViTSpec)
         return self.spec
 
@@ -267,7 +255,6 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
 
 
 def _described_by_us(weights: Weights) -> Description:
-    """The network that our JSON describes, checked against the tensors. Raises CheckpointError."""
     about = weights.about
     try:
         arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # no file of ours has that norm
@@ -287,7 +274,6 @@ def _described_by_us(weights: Weights) -> Description:
 
 
 def _is_rope(arch: ViTSpec) -> bool:
-    """Whether a network can have these rotary positions. Raises TypeError."""
     low, high = arch.rope_min_period, arch.rope_max_period
     has_periods = low is not None and high is not None and 0 < low <= high < math.inf
     is_base = low is None and high is None and 1 < arch.rope_base < math.inf
@@ -344,17 +330,15 @@ def _usual_heads(width: int, depth: int) -> int:
         if (arch.width, arch.depth) == (width, depth):
             return arch.heads
     usual = f" (usual: {width // 64})" if width % 64 == 0 else ""
-    raise CheckpointError(
-        f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
-    )
+    why = f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
+    raise CheckpointError(why)
 
 
 def fit_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
     """`tensors`, which must have the names and shapes of `shapes`; a position embedding of another size is resized.
-    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
-    shapes."""
+    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for other names and shapes."""
     missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
         raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")

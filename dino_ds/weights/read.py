@@ -27,8 +27,7 @@ from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign import ForeignSpec
 from dino_ds.models.trained import adapters_in, merged
-from dino_ds.weights import layouts, sidecar
-from dino_ds.weights.foreign import other_network
+from dino_ds.weights import foreign, layouts, sidecar
 
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
@@ -42,8 +41,7 @@ _STAND_INS = (
 def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> layouts.Weights:
     """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
     may be downloaded. A run's heads and mask token are read from its checkpoints. asked: the network that the user
-    names, if no file does. All that is read from a run, a checkpoint or an export is verified. Raises CheckpointError
-    for any other `source`."""
+    names, if no file does. All of a run, a checkpoint or an export is verified. Raises CheckpointError."""
     path = Path(os.path.expanduser(source))
     there = os.path.exists(path)  # also False for a name that no file can have
     base, _, tag = str(source).partition(".")
@@ -65,9 +63,8 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
         if not teacher.is_file():
             raise CheckpointError(f"{teacher} is {'not a file' if has_teacher else 'missing'}: {instead}")
         if not has_about:
-            raise CheckpointError(
-                f"{about} is missing, and it says what {teacher.name} is and how its images are prepared: {instead}"
-            )
+            why = f"{about} is missing, and it says what {teacher.name} is and how its images are prepared: {instead}"
+            raise CheckpointError(why)
     if not teacher.is_file():
         return read_weights(path, asked=asked)
     return _with_checkpoint(path, read_weights(teacher, asked=asked))
@@ -75,8 +72,8 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
 
 @contextmanager
 def _without_retries() -> Iterator[str]:
-    """Use the hub's cache alone where its host is not known, which is yielded, else "": the hub's client would ask for
-    a minute."""
+    """Use the hub's cache alone where its host is unknown, which is yielded, else "": its client would ask for a
+    minute."""
     from huggingface_hub import constants
 
     host, offline = urlsplit(constants.ENDPOINT).hostname or "", constants.HF_HUB_OFFLINE
@@ -103,9 +100,8 @@ def _from_timm(name: str) -> layouts.Weights:
             reason = one_line(error)
             if unknown_host and "pretrained tag" not in reason:
                 reason = f"no network: {unknown_host} is not known here"
-            raise CheckpointError(
-                f"the weights of {name} are neither in the cache nor available ({reason}); give a file of weights"
-            ) from None
+            why = f"the weights of {name} are neither in the cache nor available ({reason}); give a file of weights"
+            raise CheckpointError(why) from None
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
@@ -152,7 +148,6 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> layouts.Weights:
-    """The teacher of one checkpoint with its heads, described as in teacher.json."""
     saved = sidecar.open_checkpoint(folder, WHOLE)
     with naming(folder):
         parts = network_parts(saved)
@@ -184,7 +179,6 @@ def _with_checkpoint(run: Path, weights: layouts.Weights) -> layouts.Weights:
 
 
 def teacher_weights(saved: SavedCheckpoint) -> layouts.Weights:
-    """The weights of the EMA teacher of a verified checkpoint, with its heads."""
     parts = network_parts(saved)
     backbone, local = layouts.split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)
@@ -235,14 +229,14 @@ def network_weights(
     CheckpointError that says why they are not a ViT's."""
     is_said_to_be_other = asked is not None or "backbone" in about
     with naming(path):
-        weights = other_network(tensors, about, asked) if is_said_to_be_other else None
+        weights = foreign.other_network(tensors, about, asked) if is_said_to_be_other else None
         try:
             weights = weights or _of_vit(tensors, about)
         except CheckpointError:
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
                 raise CheckpointError(f"it is {known}: its tensors are {layouts.few(sorted(tensors))}") from None
-            weights = None if is_said_to_be_other else other_network(tensors, about, asked)
+            weights = None if is_said_to_be_other else foreign.other_network(tensors, about, asked)
             if weights is None:
                 raise
     weights.check_numbers(path)
@@ -286,10 +280,8 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
 def _read_folder(folder: Path) -> Content:
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise CheckpointError(
-            f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]}); give one of them, "
-            "or a file of weights; a folder of images goes to --root"
-        )
+        why = f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]})"
+        raise CheckpointError(f"{why}; give one of them, or a file of weights; a folder of images goes to --root")
     if file.suffix != ".json":
         return read_file(file)
     parts = sidecar.read_json(file).get("weight_map")
@@ -327,17 +319,15 @@ class _Settings:
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of the teacher in a torch file. Raises CheckpointError for other files, and for files that hold more
-    than data."""
+    """The tensors of the teacher in a torch file. Raises CheckpointError for other files, and for more than data."""
     try:
         with torch.serialization.safe_globals([(_Settings, name) for name in _STAND_INS]):
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its reader meets
         if refused := re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error)):
-            raise CheckpointError(
-                f"{path} is refused: it holds more than tensors and plain values (an object of {refused[1]}); "
-                "save the tensors alone, as torch.save(checkpoint['teacher'], FILE) does"
-            ) from None
+            why = f"{path} is refused"
+            more = f"it holds more than tensors and plain values (an object of {refused[1]}); save the tensors alone"
+            raise CheckpointError(f"{why}: {more}, as torch.save(checkpoint['teacher'], FILE) does") from None
         # Without the colors of a terminal and torch's long preface.
         reason = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2]
         reason = f"{type(error).__name__}: {one_line(reason)}"

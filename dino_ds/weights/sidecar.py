@@ -78,10 +78,8 @@ def read_facts(sidecar: Path) -> Facts:
         check_format(facts.get("format"), sidecar, "write the weights again with this dino_ds")
     rest = {key: value for key, value in facts.items() if key != _SUM}
     if _FILE in facts and facts.get(_SUM, content_sum(rest)) != content_sum(rest):
-        raise CheckpointError(
-            f"{sidecar} is damaged or was edited (its own checksum differs): bring it back; if the edit is meant, "
-            f"remove its {_SUM!r}"
-        )
+        why = f"{sidecar} is damaged or was edited (its own checksum differs)"
+        raise CheckpointError(f"{why}: bring it back; if the edit is meant, remove its {_SUM!r}")
     return facts
 
 
@@ -104,7 +102,6 @@ def _fitting(facts: Facts, record: FileRecord) -> Facts | None:
 
 
 def _plain(facts: Facts) -> Facts:
-    """A sidecar's facts without the keys that verify it and its file."""
     return {key: value for key, value in facts.items() if key not in ("format", _FILE, _SUM, _BEFORE)}
 
 
@@ -168,7 +165,6 @@ def about_teacher(
 
 
 def recipe_of(saved: Manifest) -> Recipe:
-    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is none."""
     try:
         return Recipe.model_validate(saved.recipe)
     except ValidationError as error:
@@ -196,8 +192,7 @@ def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
 
 
 def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """Length and CRC32 of a file, as by `checksum`, but a file that has not changed since this process read it is not
-    read again. Raises OSError."""
+    """Length and CRC32 of a file, as by `checksum`, but an unchanged file is not read again. Raises OSError."""
     at = path.stat()
     key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key in _known_sums:
@@ -212,8 +207,7 @@ def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes:
 
 def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
     """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
-    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where those of other channels are not
-    stated."""
+    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and if those of others are missing."""
     stated = stated_normalization(about, channels)
     if stated is None and channels not in USUAL_CHANNELS:
         raise CheckpointError(
@@ -225,8 +219,7 @@ def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
 
 def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalization | None:
     """Mean and deviation as the file next to the weights states them, None if it does not. A single number holds for
-    all channels. Raises CheckpointError unless there is a number per channel, and for deviations that are not positive.
-    """
+    all channels. Raises CheckpointError for other counts or deviations."""
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
         return None
@@ -239,15 +232,12 @@ def stated_normalization(about: Mapping[str, Any], channels: int) -> Normalizati
         if not all(1 / _MOST**2 <= value <= _MOST for value in std):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
-            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
-        ) from None
+        why = f"the JSON beside the weights has an unusable mean or std of {channels} channels"
+        raise CheckpointError(f"{why}: {str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}") from None
     return Normalization(mean, std)
 
 
 def notes_on_mean(about: Mapping[str, Any], channels: int) -> list[str]:
-    """A note where no file says the mean and deviation that were removed from training images."""
     said = stated_normalization(about, channels)
     return [] if said else ["no file says the mean and std of its images: ImageNet's, unless data.mean sets others"]
 
@@ -261,14 +251,12 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
         if not (-1e18 <= low < high <= 1e18 and high - low >= 1e-18):  # as data.value_range
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
-        ) from None
+        why = f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        raise CheckpointError(why) from None
     return low, high
 
 
 def notes_on_range(trained_on: ValueRange | None, ours: ValueRange | None) -> list[str]:
-    """A note where weights were trained on another range of values than this run's."""
     old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (trained_on, ours))
     return [] if trained_on == ours else [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 

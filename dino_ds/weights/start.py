@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.loading import change_recipe
+from dino_ds.config import loading, stages
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import CropsSection, fitting_sizes
-from dino_ds.config.stages import load_run_recipe
 from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, ConfigError, naming
+from dino_ds.models import foreign, trained
 from dino_ds.models.base import Placer
-from dino_ds.models.foreign import tensor_shapes
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import FROM_SOURCE, VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign import ForeignSpec
-from dino_ds.models.trained import adapters_in
 from dino_ds.weights.layouts import LOCAL_NORM, Weights, split_local_norm, with_biases
 from dino_ds.weights.load import describe, fit_tensors
 from dino_ds.weights.read import find_weights
@@ -45,11 +43,11 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
     assert model.init_from is not None
     path = Path(run_dir or "", "config.yaml")
     if run_dir is not None and path.is_file():
-        begun = load_run_recipe(path.parent)
+        begun = stages.load_run_recipe(path.parent)
         before = begun.model
         if before.init_from == model.init_from:
             values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *FLAGS)}
-            return change_recipe(
+            return loading.change_recipe(
                 recipe,
                 {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
                 | {f"crops.{key}": str(getattr(begun.crops, key)) for key in _sizes_not_given(recipe.crops)}
@@ -70,8 +68,7 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
 
 def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes: list[str] | None) -> Recipe:
     """`recipe` with these flags, and crop sizes, where none are set, for weights of images of `side` pixels: the
-    defaults, unless these are too large or not multiples of the patch; adds a note on sizes that are not the defaults.
-    """
+    defaults, unless these are too large or not multiples of the patch; adds a note on others."""
     usual, missing = CropsSection(), _sizes_not_given(recipe.crops)
     large = min(usual.global_size, side) if "global_size" in missing else recipe.crops.global_size
     fitting = zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True)
@@ -79,22 +76,19 @@ def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes
     if notes is not None and any(size != getattr(usual, key) for key, size in sizes.items()):
         said = " and ".join(f"crops.{key} {size}" for key, size in sizes.items())
         notes.append(f"{said}, for the images and patches that model.init_from {recipe.model.init_from} knows")
-    return change_recipe(recipe, flags | {f"crops.{key}": str(size) for key, size in sizes.items()})
+    return loading.change_recipe(recipe, flags | {f"crops.{key}": str(size) for key, size in sizes.items()})
 
 
 def _sizes_not_given(crops: CropsSection) -> list[str]:
-    """Keys of the crop sizes that neither the recipe nor the command line sets."""
     set_keys = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
     return [key for key in ("global_size", "local_size") if key not in set_keys]
 
 
 def _channels_for(model: ModelSection, source: BackboneSpec) -> int:
-    """The number of channels that the recipe sets, or else that of the weights."""
     return model.in_chans if "in_chans" in model.model_fields_set else source.in_chans
 
 
 def _resizing_for(model: ModelSection, interpolation: str) -> dict[str, str]:
-    """The change that resizes positions as in the weights' own project, unless the recipe sets how."""
     is_set = "pos_embed_interpolation" in model.model_fields_set
     return {} if is_set else {"model.pos_embed_interpolation": interpolation}
 
@@ -104,10 +98,9 @@ def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
     if "arguments" in spec.obeys:
         arguments = {"model.arguments": spec.arguments}
         if model.arguments not in ("{}", spec.arguments):
-            raise ConfigError(
-                f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
-                "weights; set --model.arguments {}"
-            )
+            why = f"model.arguments {model.arguments} has no effect"
+            more = f"model.backbone {FROM_SOURCE} takes those of the weights"
+            raise ConfigError(f"{why}: {more}; set --model.arguments {{}}")
     return {"model.backbone": spec.title, "model.in_chans": str(_channels_for(model, spec)), **arguments}
 
 
@@ -166,14 +159,12 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
 
 
 def read_start(model: ModelSection) -> Weights:
-    """The weights of `model.init_from` as they are. Raises CheckpointError."""
     assert model.init_from is not None
     ours = model.spec()
     return find_weights(model.init_from, ours if isinstance(ours, ForeignSpec) else None)
 
 
 def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weights, list[str]]:
-    """A ViT's weights as `ours` takes them, and notes. Raises CheckpointError for another architecture."""
     notes: list[str] = []
     if ours.rope is not None:
         backbone, notes = with_biases(weights.backbone, ours.qkv_bias)
@@ -249,7 +240,7 @@ class InitialWeights:
         local_norm = local_norm or weights.local_norm
         tensors = {f"backbone.{name}": t for name, t in backbone.items()}
         shapes = {name: shape for name, shape in known_shapes.items() if name.startswith("backbone.")}
-        for name in adapters_in(shapes):
+        for name in trained.adapters_in(shapes):
             del shapes[name]  # their product begins at zero
         if _MASK_TOKEN in shapes and weights.mask_token is not None:
             tensors[_MASK_TOKEN] = weights.mask_token
@@ -294,8 +285,7 @@ def channels_of(weights: Weights) -> int:
 def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
     """Adapt the weights of a backbone to images of `channels` channels; returns them, and a text on how this was done.
     A gray image, which is equal in all channels, keeps its features, unless a network other than our ViTs standardizes
-    its weights. Raises CheckpointError where a tensor other than a convolution's weight depends on the number of
-    channels."""
+    its weights. Raises CheckpointError where another tensor depends on the number of channels."""
     before, spec = channels_of(weights), weights.spec
     if before < 1:
         raise CheckpointError(f"its {_PATCHES} is for images without channels")
@@ -331,7 +321,7 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
     """Names of the convolutions' weights whose shape depends on the number of channels of the images. timm's
     `first_conv` names them for its own models; this finds them in a user's class too."""
     try:
-        before, after = (tensor_shapes(kind, image_size) for kind in (spec, _with_channels(spec, channels)))
+        before, after = (foreign.tensor_shapes(kind, image_size) for kind in (spec, _with_channels(spec, channels)))
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
@@ -339,10 +329,9 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
         old, new = before.get(name, ()), after.get(name, ())
         is_convolution = len(old) == 4 and old[1] == spec.in_chans and new == (old[0], channels, *old[2:])
         if not is_convolution:
-            raise CheckpointError(
-                f"it is for images of {spec.in_chans} channels, this run's have {channels} (model.in_chans), and its "
-                f"{name} {list(old)} can't be adapted to {list(new)}: start without it, or from weights for as many"
-            )
+            why = f"it is for images of {spec.in_chans} channels, this run's have {channels} (model.in_chans)"
+            more = f"and its {name} {list(old)} can't be adapted to {list(new)}"
+            raise CheckpointError(f"{why}, {more}: start without it, or from weights for as many")
     return names
 
 

@@ -16,7 +16,7 @@ from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.sections import CropsSection, DataSection, HeadSection, ObjectiveSection
 from dino_ds.engine.schedules import Replacements
 
-OF_EVERY_RUN = frozenset(
+OF_EVERY_RUN = frozenset(  # keys of metrics.jsonl in every run: no scalar of a term may have one of these names
     (
         *("bad_images", "checkpoint_gib", "collapsed", "constant_images", "data_wait_fraction", "epoch"),
         *("grad_norm", "host_free_gib", "host_memory_gib", "images", "images_per_second", "kl", "loss"),
@@ -24,7 +24,6 @@ OF_EVERY_RUN = frozenset(
         *("skipped_steps", "step", "teacher_momentum", "teacher_temp", "time", "weight_decay"),
     )
 )
-"""Keys of metrics.jsonl in every run: no scalar of a term may have one of these names."""
 
 
 class RecipeSections(Protocol):

@@ -294,7 +294,6 @@ class EmaSpec(TeacherSpec):
     follows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raises ValueError for momenta outside [0, 1], with which the result is no average."""
         for name in ("momentum", "momentum_end"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} {value:g} is not between 0 and 1")

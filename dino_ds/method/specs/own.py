@@ -116,7 +116,7 @@ def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any
         raise ConfigError(f"{key}: the fields of {spec.__name__} can't be checked: {one_line(error)}") from None
 
 
-_TERMS: dict[str, type[TermSpec]] = {
+_TERMS: dict[str, type[TermSpec]] = {  # our loss terms in the order of the objective
     "dino": DinoSpec,
     "ibot": IbotSpec,
     "coding_rate": CodingRateSpec,
@@ -124,14 +124,12 @@ _TERMS: dict[str, type[TermSpec]] = {
     "gram": GramSpec,
     "preserve": PreserveSpec,
 }
-"""Our loss terms in the order of the objective."""
-_TEACHERS: dict[str, type[TeacherSpec]] = {
+_TEACHERS: dict[str, type[TeacherSpec]] = {  # our teachers, the exported one first
     "ema": EmaSpec,
     "frozen": FrozenSpec,
     "gram": GramTeacherSpec,
     "start": StartSpec,
 }
-"""Our teachers, the exported one first."""
 
 
 def _weights(recipe: RecipeSections) -> dict[str, Ramp]:
@@ -147,8 +145,7 @@ def _our_terms(recipe: RecipeSections) -> list[TermSpec]:
 
 
 def terms_of(recipe: RecipeSections) -> list[TermSpec]:
-    """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a user's term that can't be
-    found."""
+    """The loss terms of a recipe, in order. Raises ConfigError for a user's term that can't be found."""
     ours, users = _our_terms(recipe), own_terms(recipe.objective.terms)
     taken = {name for spec in ours for name in (spec.name, *spec.scheduled)}
     for spec in users:
@@ -206,8 +203,7 @@ def term_problems(recipe: RecipeSections) -> list[str]:
 
 
 def name_problems(recipe: RecipeSections) -> list[str]:
-    """A line for each term and teacher of the user whose keys are wrong or missing, or whose name is one of ours; no
-    code is imported."""
+    """A line for each term and teacher of the user with wrong or missing keys or a name of ours; imports no code."""
     weights = {key.removesuffix("_weight") for key in ObjectiveSection.model_fields if key.endswith("_weight")}
     terms, others = recipe.objective.terms, recipe.teacher.others
     parts = [(TERMS, weights | _TERMS.keys(), *pair) for pair in json.loads(terms).items()]

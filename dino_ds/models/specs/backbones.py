@@ -27,8 +27,7 @@ _DINOV2 = {"small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)
 @dataclass(frozen=True)
 class TrainedPart:
     """The part of a backbone that is trained; heads always are. kind: "all", "last N blocks", "norms_and_biases" or
-    "lora": adapters of `rank`, scaled by `alpha` / `rank`, in the linear layers named `layers`, or in all linear layers
-    if that is empty."""
+    "lora": adapters of `rank`, scaled by `alpha` / `rank`, in the linear layers named `layers`, or in all."""
 
     kind: str = ALL
     rank: int = 8
@@ -71,8 +70,8 @@ class ViTSpec(BackboneSpec):
     LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training the CLS token of local
     crops has another one. With `registers` tokens (after the CLS token) the position embedding covers the patches only:
     timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name for, is the timm model
-    that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; weights of other projects may have been
-    trained with another."""
+    that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; other projects' weights may have
+    another."""
 
     told_by_tensors: ClassVar[bool] = True
     title = "Vision Transformer"
@@ -136,9 +135,18 @@ class ViTSpec(BackboneSpec):
         arguments: dict[str, Any] = {"patch_size": self.patch_size, "embed_dim": self.width, "depth": self.depth}
         arguments |= {"num_heads": self.heads, "in_chans": self.in_chans}
         size = {} if image_size is None else {"img_size": image_size}
-        if self.rope is not None:
-            known = self._timm_eva(name)
-            return None if known is None else (known[0], arguments | known[1] | size)
+        if self.rope is not None:  # timm's functions for DINOv3 fix norms and positions, and have LayerScale
+            like = VITS.get(name, _DINOV3)
+            if like.rope is None or name not in VITS:
+                name, like = "vit_small_patch16_dinov3", _DINOV3
+            fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
+            if self.layer_scale is None or any(getattr(self, key) != getattr(like, key) for key in fixed):
+                return None
+            wanted, named = self._eva_arguments(), like._eva_arguments()
+            arguments |= {key: value for key, value in wanted.items() if value != named[key]}
+            if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
+                arguments["swiglu_align_to"] = 1  # no rounding; with 0 one layer would make gate and value
+            return name, arguments | {"global_pool": "token"} | size
         if self.timm is not None:
             name, arguments = self.timm, arguments | {"mlp_ratio": self.mlp_ratio}
         as_named = VITS.get(name)
@@ -147,20 +155,6 @@ class ViTSpec(BackboneSpec):
         if as_named is None or as_named.registers != self.registers:
             arguments |= {"reg_tokens": self.registers, "no_embed_class": self.registers > 0}
         return name, arguments | size
-
-    def _timm_eva(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """The timm function that builds this rotary ViT, and its arguments; None if there is none. timm's functions for
-        DINOv3 fix norms and positions, and have LayerScale."""
-        like = VITS.get(name, _DINOV3)
-        name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
-        fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
-        if self.layer_scale is None or any(getattr(self, key) != getattr(like, key) for key in fixed):
-            return None
-        wanted, as_named = self._eva_arguments(), like._eva_arguments()
-        changed = {key: value for key, value in wanted.items() if value != as_named[key]}
-        if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
-            changed["swiglu_align_to"] = 1  # no rounding; with 0 one layer would make gate and value
-        return name, changed | {"global_pool": "token"}
 
     def _eva_arguments(self) -> dict[str, Any]:
         return {

@@ -28,11 +28,10 @@ _PROBES = (224, 256, 64)  # sides in pixels of trial images, tried in this order
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 """Arguments with which timm's models take sizes other than their native one."""
 SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
-_NOT_ARGUMENTS = (
+_NOT_ARGUMENTS = (  # arguments of timm.create_model that dino_ds sets itself, or that read or download files
     *("in_chans", "num_classes", "features_only"),
     *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
 )
-"""Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
 
 
 def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
@@ -142,7 +141,7 @@ class ForeignSpec(BackboneSpec):
 @dataclass(frozen=True)
 class NetworkFacts:
     """Facts about a foreign network, which are known once it is built. `width`, `patch_width`, `stride`, `timm_layers`:
-    as the spec's; `segments`: the names of the modules that are compiled and recomputed one by one, in order;
+    as the spec's; `segments`: the modules that are compiled and recomputed one by one, in order;
     `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth; `untrainable`:
     why it can't be trained, or ""."""
 
@@ -295,9 +294,8 @@ def _segments(network: Any) -> tuple[str, ...]:
 def foreign_spec(name: str) -> ForeignSpec:
     """The spec of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
     if answer := weights_elsewhere(name):
-        raise ValueError(
-            f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
-        )
+        why = f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
+        raise ValueError(why)
     if ":" in name:
         if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
             raise ValueError(f"{name!r} is not a class of yours as module:Class")
