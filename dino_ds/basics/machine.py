@@ -123,9 +123,8 @@ def check_ranks(environment: Mapping[str, str]) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= until:
-                unknown = (
-                    f"is not a machine known to {socket.gethostname()} ({getattr(error, 'strerror', None) or error})"
-                )
+                why = getattr(error, "strerror", None) or error
+                unknown = f"is not a machine known to {socket.gethostname()} ({why})"
                 how = "give the name or address of the machine of rank 0 (deepspeed and torchrun: --master_addr)"
                 raise ConfigError(f"MASTER_ADDR {host!r} {unknown}: {how}") from None
         time.sleep(1.0)

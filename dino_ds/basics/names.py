@@ -58,13 +58,11 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     if len(name) > _MOST_QUOTED:
         return []  # a word of thousands of letters is no slip, and takes seconds to compare
     words, leaf = name.lower().replace("-", "_"), name.rpartition(".")[2].lower().replace("-", "_")
-    scores = {
-        other: max(
-            difflib.SequenceMatcher(None, words, other.lower()).ratio(),
-            0.95 * difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2].lower()).ratio(),
-        )
-        for other in known
-    }
+    scores = dict[str, float]()
+    for other in known:
+        whole = difflib.SequenceMatcher(None, words, other.lower()).ratio()
+        of_leaf = difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2].lower()).ratio()
+        scores[other] = max(whole, 0.95 * of_leaf)
     least = max(0.7, max(scores.values(), default=0.0) - 0.08)
     return sorted((other for other, score in scores.items() if score >= least), key=lambda other: -scores[other])[:3]
 

@@ -172,7 +172,6 @@ class Checkpoints:
         discard(doomed)
 
     def _steps(self) -> list[int]:
-        """Steps of all entries of the folder that have a checkpoint's name, newest first."""
         if not self.folder.is_dir():
             return []
         matches = [match for name in os.listdir(self.folder) if (match := manifests.STEP_NAME.fullmatch(name))]
@@ -210,7 +209,6 @@ def _free_bytes(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-FAILED_SAVES_IN_A_ROW = 3
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
 _WAIT_SECONDS = 1.0
 # On top of the tensors: manifest, folders, and what a file system keeps for itself.
@@ -254,10 +252,8 @@ class Saving:
                 free = _free_bytes(next(path for path in (folder, *folder.parents) if path.is_dir()))
                 free += sum(file.lstat().st_size for path in left for file in path.glob("*"))  # `tidy` will free it
                 if needed > free:
-                    raise StorageError(
-                        f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
-                        f"{folder.parent}: make room, or give another --run_dir"
-                    )
+                    few = f"need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in {folder.parent}"
+                    raise StorageError(f"a checkpoint and the teacher {few}: make room, or give another --run_dir")
 
     def save(
         self,
@@ -308,11 +304,8 @@ class Saving:
             files = self._copied(files)
         number = self._number = self._number % _NUMBERS + 1
         self._pending = PendingSave(number, manifest, layout, total, begun)
-        self._pending.start(
-            self._checkpoints.writing_folder(step),
-            files,
-            lambda good: self._flags.set("saved" if good else "save_failed", number),
-        )
+        folder = self._checkpoints.writing_folder(step)
+        self._pending.start(folder, files, lambda good: self._flags.set("saved" if good else "save_failed", number))
         return lines
 
     def _copied(self, files: manifests.Files) -> manifests.Files:
@@ -403,14 +396,13 @@ class Saving:
         self._failures += 1
         if must:
             raise reason
-        limit = FAILED_SAVES_IN_A_ROW
+        limit = 3
         if self._failures >= limit:
             raise type(reason)(f"{reason}; {limit} saves in a row have failed")
         line = f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"
         return [Event(line, "save failed", step=step)]
 
     def _start_tasks(self, folder: Path, step: int) -> None:
-        """Start the work of rank 0 after a commit: remove older checkpoints, then run `finish`."""
         before = self._tasks
 
         def work() -> None:
@@ -443,10 +435,8 @@ class Saving:
 
 
 def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:
-    """The error as one that users can act upon: OutOfMemory, which has its own exit code, or StorageError."""
     text = f"{task}: {error.strerror}: {error.filename or where}"
     if error.errno == errno.ENOMEM:
-        return OutOfMemory(
-            f"{text}. Give the job more host memory, or go without a second copy with --save_in_background false"
-        )
+        how = "Give the job more host memory, or go without a second copy with --save_in_background false"
+        return OutOfMemory(f"{text}. {how}")
     return StorageError(text)

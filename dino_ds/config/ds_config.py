@@ -89,9 +89,8 @@ def resolve_ds_config(
     ConfigError as `check_ds_config` does."""
     micro, accumulation = check_ds_config(config, path, global_batch, world_size, fp16_supported)
     raw, precision = copy.deepcopy(config), _precision(config)
-    raw.update(
-        train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
-    )
+    raw |= {"train_batch_size": global_batch, "train_micro_batch_size_per_gpu": micro}
+    raw["gradient_accumulation_steps"] = accumulation
     zero, notes = raw.setdefault("zero_optimization", {"stage": 0}), []
     stage, is_alone = zero["stage"], world_size == 1 and not ds_schema.offloads_optimizer(zero)
     if stage in (1, 2) and precision == "fp32" and is_alone:
@@ -111,18 +110,10 @@ def resolve_ds_config(
     checkpointing = raw.get("activation_checkpointing")
     if checkpointing and checkpointing.get("number_checkpoints") == "auto":
         del checkpointing["number_checkpoints"]
-    return ds_schema.DsConfig(
-        raw=raw,
-        micro_batch=micro,
-        accumulation=accumulation,
-        stage=stage,
-        precision=precision,
-        dynamic_loss_scale=precision == "fp16" and not raw["fp16"].get("loss_scale", 0),
-        clipping=float(raw["gradient_clipping"]),
-        checkpoint_blocks=0 if checkpointing is None else checkpointing.get("number_checkpoints", "all"),
-        performance=ds_schema.PerformanceOptions(**raw.get("dino_ds", {})),
-        notes=notes,
-    )
+    blocks = 0 if checkpointing is None else checkpointing.get("number_checkpoints", "all")
+    scales, clipping = precision == "fp16" and not raw["fp16"].get("loss_scale", 0), float(raw["gradient_clipping"])
+    options = ds_schema.PerformanceOptions(**raw.get("dino_ds", {}))
+    return ds_schema.DsConfig(raw, micro, accumulation, stage, precision, scales, clipping, blocks, options, notes)
 
 
 def _read(path: str) -> dict[str, Any]:

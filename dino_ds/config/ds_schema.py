@@ -120,7 +120,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_SHARDED, _12, _3 = (1, 2, 3), (1, 2), (3,)
+_123, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _Auto = Literal["auto"]
 _Text = Annotated[str, Strict()]
 _From0 = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
@@ -154,13 +154,11 @@ class Offload(Section):
 
 class Zero(Section):
     stage: _Stage = option(..., "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters")
-    contiguous_gradients: Bool = option(None, "copy gradients into one buffer", stages=_SHARDED)
-    reduce_bucket_size: _From1 | _Auto = option(
-        None, "elements reduced at once; auto = all, up to 5e7", stages=_SHARDED
-    )
+    contiguous_gradients: Bool = option(None, "copy gradients into one buffer", stages=_123)
+    reduce_bucket_size: _From1 | _Auto = option(None, "elements reduced at once; auto = all, up to 5e7", stages=_123)
     allgather_bucket_size: _From1 | _Auto = option(None, "elements gathered at once; auto = all, up to 5e7", stages=_12)
-    overlap_comm: Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_SHARDED)
-    offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_SHARDED)
+    overlap_comm: Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_123)
+    offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_123)
     offload_param: Offload = option(None, "parameters on the host", stages=_3)
     stage3_prefetch_bucket_size: _From0 | _Auto = option(None, "elements fetched ahead", stages=_3)
     stage3_param_persistence_threshold: _From0 | _Auto = option(
@@ -179,7 +177,7 @@ class DataTypes(Section):
     grad_accum_dtype: _Dtype = option(None, "dtype in which gradients are accumulated")
 
 
-class ActivationCheckpointing(Section):
+class Recomputation(Section):
     number_checkpoints: _From0 | _Auto = option(None, "how many blocks are recomputed; auto or absent = all")
 
 
@@ -214,9 +212,7 @@ class DsJson(Section):
     bf16: Bf16 = option(None, "bf16 with FP32 masters")
     zero_optimization: Zero = option(None, "ZeRO: what is sharded over the ranks")
     data_types: DataTypes = option(None, "dtype of accumulated gradients")
-    activation_checkpointing: ActivationCheckpointing = option(
-        None, "recompute blocks in the backward pass (by dino_ds)"
-    )
+    activation_checkpointing: Recomputation = option(None, "recompute blocks in the backward pass (by dino_ds)")
     wandb: Wandb = option(None, "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)")
     trackio: Trackio = option(None, "metrics also go to trackio (pip install trackio)")
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")

@@ -66,7 +66,6 @@ Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_pars
 
 
 def _parse_end(value: object) -> object:
-    """The number in "5 evaluations", the distance in "drift 0.1". Raises ValueError for a distance that can't be."""
     if not isinstance(value, str):
         return value
     if match := re.fullmatch(r"\s*drift\s+(\S{1,12})\s*", value):

@@ -159,7 +159,6 @@ def refuse(problem: Callable[[Any], str | Literal[False]]) -> AfterValidator:
 
 
 def _split_range(value: object) -> object:
-    """Split "0.4,1" of the command line, where YAML gives [0.4, 1]."""
     return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
 
 

@@ -293,7 +293,6 @@ def key_elsewhere(name: str) -> str | None:
 
 
 def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSettings) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, raw value) of known keys; refuse the others."""
     known = schema.options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
     for key, value in content.items():

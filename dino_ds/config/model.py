@@ -19,7 +19,6 @@ from dino_ds.models.specs.base import BackboneSpec
 
 
 def _parse_arguments(value: object) -> str:
-    """Convert JSON, or a YAML mapping whose values are JSON or words, to canonical JSON. Raises ValueError."""
     try:
         arguments = _from_json(value) if isinstance(value, str) else _from_text(value)
         if not isinstance(arguments, dict):
@@ -125,9 +124,8 @@ class ModelSection(Section):
             return self
         spec = backbone_spec(self.backbone)
         if self.arguments != "{}" and "arguments" not in spec.obeys:
-            raise ValueError(
-                f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
-            )
+            how = f"dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
+            raise ValueError(f"model.arguments has no effect: {how}")
         if "drop_path_rate" in json.loads(self.arguments):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
         for key in keys_not_obeyed(spec):

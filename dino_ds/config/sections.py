@@ -35,7 +35,17 @@ class MixturePart:
 
 def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     """The parts of a mixture, whose shares add up to 1. Raises ValueError."""
-    parts = tuple(_parse_part(text) for text in texts)
+    parts = list[MixturePart]()
+    for text in texts:
+        match = _ENTRY.fullmatch(text)
+        if match is None or len(match["share"]) > 20 or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
+            raise ValueError(f"mixture: {as_written(text)} is not PLACE=SHARE, such as mine=0.7,theirs=0.3")
+        place, share = match["place"], Fraction(match["share"])
+        if problem := unusable_text(place):
+            raise ValueError(f"mixture: {problem}")
+        if not share:
+            raise ValueError(f"mixture: {place} has the share 0: leave it out")
+        parts.append(MixturePart(place, share))
     if len(parts) == 1:
         raise ValueError(f"mixture {texts[0]}: there is one source; name it as data.root instead")
     if twice := [part.place for part in parts if [other.place for other in parts].count(part.place) > 1]:
@@ -44,18 +54,6 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     if parts and abs(total - 1) > Fraction(1, 10**6):  # shares that are written in decimals are rounded
         raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
     return tuple(MixturePart(part.place, part.share / total) for part in parts)
-
-
-def _parse_part(text: str) -> MixturePart:
-    match = _ENTRY.fullmatch(text)
-    if match is None or len(match["share"]) > 20 or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
-        raise ValueError(f"mixture: {as_written(text)} is not PLACE=SHARE, such as mine=0.7,theirs=0.3")
-    place, share = match["place"], Fraction(match["share"])
-    if problem := unusable_text(place):
-        raise ValueError(f"mixture: {problem}")
-    if not share:
-        raise ValueError(f"mixture: {place} has the share 0: leave it out")
-    return MixturePart(place, share)
 
 
 def _split(value: object) -> object:
@@ -342,7 +340,14 @@ class OptimizerSection(Section):
 def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     several, patch = parse_resolutions(crops.resolutions), model.side_multiple
     sizes = [("crops.global_size", crops.global_size)]
-    problems = _color_problems(crops, model)
+    problems: list[str] = []
+    if model.in_chans != 3 and model.backbone != FROM_SOURCE:
+        why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
+        problems += [IdleKey("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
+        if crops.jitter and any(crops.jitter[2:]):
+            strengths = [f"{strength:g}" for strength in crops.jitter]
+            instead = ",".join([*strengths[:2], "0", "0"])
+            problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
     smallest = min([resolution.global_size for resolution in several] or [crops.global_size])
     patches, (low, high) = (smallest // patch) ** 2, crops.mask_ratio
     if crops.mask != "none" and patches and not int(patches * high):
@@ -367,18 +372,6 @@ def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -
         for name, size in sizes
         if size % patch
     ]
-
-
-def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    if model.in_chans == 3 or model.backbone == FROM_SOURCE:
-        return []
-    why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
-    problems: list[str] = [IdleKey("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
-    if crops.jitter and any(crops.jitter[2:]):
-        strengths = [f"{strength:g}" for strength in crops.jitter]
-        instead = ",".join([*strengths[:2], "0", "0"])
-        problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
-    return problems
 
 
 def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:

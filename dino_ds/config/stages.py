@@ -267,10 +267,8 @@ class Request:
             raise CheckpointError(f"--from {origin}: it is not a run (no config.yaml); give a run folder{near}")
         recipe = self.applied_to(own_recipe(origin, self.settings.names(), self.notes))
         if recipe.stage_start is None:
-            raise ConfigError(
-                "no stage_start says what is taken over from the run before: add --stage_start continue (its whole "
-                "state, steps count on) or restart (its teacher's weights, from step 0)"
-            )
+            how = "continue (its whole state, steps count on) or restart (its teacher's weights, from step 0)"
+            raise ConfigError(f"no stage_start says what is taken over from the run before: add --stage_start {how}")
         if origin.resolve() == run_dir.resolve():
             itself = "is the run folder itself: --resume continues it, --run_dir names another"
             raise ConfigError(f"--from {origin} {itself}")

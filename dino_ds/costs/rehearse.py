@@ -205,20 +205,17 @@ def describe_student(recipe: Recipe, frozen: ViTSpec | None) -> dict[str, Any]:
     groups = parameter_groups(network, optimizer_options(recipe.optimizer))
     blocks, name_of = matrices_of(network), {p: name for name, p in network.named_parameters()}
     modules = dict(network.named_modules())
-    sizes = {name: p.numel() for name, p in network.named_parameters()}
-    return {
-        "sizes": sizes,
-        "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
-        "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
-        "groups": [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups],
-        "matrices": [
-            [(*sorted((len(p) // blocks[name_of[p]], p[0].numel())), blocks[name_of[p]]) for p in group["params"]]
-            for group in groups
-            if group["kind"] == "muon"
-        ],
-        "statistics": [statistic.value.numel() for statistic in objective.statistics.values()],
-        "whole_step": objective.whole_step,
-    }
+    facts: dict[str, Any] = {"sizes": {name: p.numel() for name, p in network.named_parameters()}}
+    facts["frozen"] = [name for name, p in network.named_parameters() if not p.requires_grad]
+    facts["cast"] = [name for name in facts["sizes"] if is_cast(modules[name.rpartition(".")[0]])]
+    facts["groups"] = [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups]
+    facts["matrices"] = [
+        [(*sorted((len(p) // blocks[name_of[p]], p[0].numel())), blocks[name_of[p]]) for p in group["params"]]
+        for group in groups
+        if group["kind"] == "muon"
+    ]
+    facts["statistics"] = [statistic.value.numel() for statistic in objective.statistics.values()]
+    return facts | {"whole_step": objective.whole_step}
 
 
 def rehearse(
@@ -298,7 +295,6 @@ def _build_step(
 def _play(
     engine: _FakeEngine, step: TrainingStep, window: list[Batch], make_recorder: Callable[[Iterable[Tensor]], Recorder]
 ) -> dict[str, Any]:
-    """Prepare the window's targets and run its first micro-batch; returns `StepCosts` as plain JSON."""
     teachers = dict(step.teachers.items())
     networks = [engine.network, *(n for teacher in teachers.values() for n in (teacher.network, teacher._running))]
     known = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
@@ -308,20 +304,14 @@ def _play(
         step.prepare(window)
         held = recorder.live
         step.micro_batch(window[0])
-    prepared = [name for name in recorder.parts if name.startswith("teacher") or name == "targets"]
-    return {
-        "images": engine.config.micro_batch,
-        "parts": {
-            name: {"flops": part.flops / (len(window) if name in prepared else 1), "moments": part.moments}
-            for name, part in recorder.parts.items()
-            if part.computes
-        },
-        "saved": engine.saved - held,
-        "held": held / len(window),
-        "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
-        "window": len(window),
-        "teachers": {name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()},
-    }
+    parts = {}
+    for name, part in recorder.parts.items():
+        times = len(window) if name.startswith("teacher") or name == "targets" else 1
+        parts |= {name: {"flops": part.flops / times, "moments": part.moments}} if part.computes else {}
+    weights = {name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()}
+    crops = sum(crop.nbytes for group in window[0].crops.values() for crop in group)
+    costs = {"images": engine.config.micro_batch, "parts": parts, "saved": engine.saved - held}
+    return costs | {"held": held / len(window), "crops": crops, "window": len(window), "teachers": weights}
 
 
 class _FakeEngine:

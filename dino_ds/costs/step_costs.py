@@ -237,13 +237,11 @@ def _own_code(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if not name.startswith("dino_ds.")))
 
 
+@functools.cache
 def frozen_spec(recipe: Recipe) -> ViTSpec | None:
     """The backbone of teacher.source, by its name or the JSON file beside it; None: another kind, or unknown."""
-    return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
-
-
-@functools.cache
-def _stated(source: str) -> ViTSpec | None:
+    if (source := recipe.teacher.source) is None:
+        return None
     base, path = source.partition(".")[0], Path(source)
     spec = None if path.exists() else BACKBONES.get(base)
     if isinstance(spec, ViTSpec):
@@ -305,5 +303,4 @@ def share() -> None:
 
 @functools.cache
 def _versions() -> list[str]:
-    """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
     return [version("torch"), version("timm"), hash_code()]

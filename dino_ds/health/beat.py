@@ -176,7 +176,7 @@ class Beat(ctypes.Structure):
         return ENDS[self._end]
 
 
-SILENT_SECONDS = 15.0  # A rank without a heartbeat for this long counts as gone: its host or its monitor may be
+SILENT_SECONDS = 15.0  # a rank without a heartbeat for this long counts as gone: its host or its monitor may be
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 
 
@@ -303,26 +303,27 @@ class Heartbeats:
         """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers if there is no
         heartbeat at all), else stopped ones, else those with the fewest moves; [] if all are equally far or the disk
         does not answer."""
-        return self.disk.run(lambda: self._behind(world_size), [])
 
-    def _behind(self, world_size: int) -> list[Heartbeat | int]:
-        by_rank = {beat.rank: beat for beat in self._read()}
-        times = {}  # by the disk's clock
-        for rank in range(world_size):
-            with contextlib.suppress(OSError):
-                times[rank] = self.path(rank).stat().st_mtime
-        due = max(times.values(), default=0.0) - SILENT_SECONDS
-        running = [beat for beat in by_rank.values() if not beat.ended]
-        if cut_off := [beat for beat in running if beat.cut_off]:
-            return [*cut_off]
-        ended = by_rank.keys() - {beat.rank for beat in running}
-        if silent := [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]:
-            return [by_rank.get(rank, rank) for rank in silent]
-        if stopped := [beat for beat in running if beat.stopped]:
-            return [*stopped]
-        fewest = min((beat.moves for beat in running), default=0)
-        late = [beat for beat in running if beat.moves == fewest]
-        return [*late] if len(late) < len(running) else []
+        def find() -> list[Heartbeat | int]:
+            by_rank = {beat.rank: beat for beat in self._read()}
+            times = {}  # by the disk's clock
+            for rank in range(world_size):
+                with contextlib.suppress(OSError):
+                    times[rank] = self.path(rank).stat().st_mtime
+            due = max(times.values(), default=0.0) - SILENT_SECONDS
+            running = [beat for beat in by_rank.values() if not beat.ended]
+            if cut_off := [beat for beat in running if beat.cut_off]:
+                return [*cut_off]
+            ended = by_rank.keys() - {beat.rank for beat in running}
+            if silent := [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]:
+                return [by_rank.get(rank, rank) for rank in silent]
+            if stopped := [beat for beat in running if beat.stopped]:
+                return [*stopped]
+            fewest = min((beat.moves for beat in running), default=0)
+            late = [beat for beat in running if beat.moves == fewest]
+            return [*late] if len(late) < len(running) else []
+
+        return self.disk.run(find, [])
 
 
 def describe_hang(behind: Sequence[Heartbeat | int], mine: Heartbeat, seconds: float, stacks: Path) -> str:

@@ -31,8 +31,7 @@ from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError, UserError
 from dino_ds.health import processes
 from dino_ds.health.beat import Beat, Disk, Failure, Heartbeat, Heartbeats, append_line, describe_hang, last_checkpoint
 
-_EXIT_SECONDS = 10.0
-"""Time for a monitor to write the last heartbeat."""
+_EXIT_SECONDS = 10.0  # time for a monitor to write the last heartbeat
 _CAUSE_SECONDS = 3.0
 """Time for the rank that failed first, or its monitor, to write down why. Peers notice within milliseconds."""
 _CONNECTION = re.compile(
@@ -191,8 +190,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
-_GRACE_SECONDS = 4.0
-"""Time for a rank to end by itself after another rank has failed."""
+_GRACE_SECONDS = 4.0  # time for a rank to end by itself after another rank has failed
 _CONNECT_SECONDS = 2.0
 PEER_LOST = 6
 
@@ -260,7 +258,6 @@ class MonitorProcess:
         self._after_the_end()
 
     def _look(self) -> None:
-        """Read what concerns the rank in the run folder."""
         held_a_run, self._held_a_run = self._held_a_run, self._lock.guards_a_run
         if held_a_run and not self._held_a_run:
             self._beat.request_stop("the loss of the run folder")
@@ -272,9 +269,14 @@ class MonitorProcess:
             self._taken_over = f"{self._run_dir} was taken over by {whom} while this one was frozen: it ends unsaved"
 
     def _handle_hang(self) -> None:
-        """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
         seconds, behind = self._standstill.seconds, list[Heartbeat | int]()
-        heartbeat = replace(self._heartbeat(), cut_off=_unreachable_first())
+        heartbeat, address = self._heartbeat(), os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT", "")
+        if os.environ.get("WORLD_SIZE", "1") != "1" and address and port.isdecimal():
+            try:  # does the store of rank 0 answer?
+                socket.create_connection((address, int(port)), _CONNECT_SECONDS).close()
+            except OSError:
+                heartbeat = replace(heartbeat, cut_off=f"{address}:{port}")
         stacks = self._write_stacks()
         if self._beat.listed:
             # Other monitors get here at about the same time: their newest heartbeats are needed.
@@ -316,7 +318,6 @@ class MonitorProcess:
         self._terminal.run(lambda: print(f"dino_ds: error: {message}", file=sys.stderr, flush=True), None)
 
     def _after_the_end(self) -> None:
-        """Publish how the rank has ended; the monitor of rank 0 gives the run folder back."""
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
             how, memory = processes.death_of(arguments.pid), "most often because memory has run out"
@@ -331,18 +332,6 @@ class MonitorProcess:
             self._heartbeats.publish(self._heartbeat())
         if arguments.rank == 0:
             self._heartbeats.disk.run(self._lock.release, None)
-
-
-def _unreachable_first() -> str:
-    """The address of rank 0's store if it does not answer, else ""."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("WORLD_SIZE", "1") == "1" or not address or not port.isdecimal():
-        return ""
-    try:
-        socket.create_connection((address, int(port)), _CONNECT_SECONDS).close()
-    except OSError:
-        return f"{address}:{port}"
-    return ""
 
 
 def main() -> None:

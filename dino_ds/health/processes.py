@@ -197,7 +197,7 @@ class RankProcess:
             self.is_gone(3.0)
 
 
-STALE_SECONDS = 60.0  # A lock of another machine is stale if it has not been touched for this long
+STALE_SECONDS = 60.0  # a lock of another machine is stale if it has not been touched for this long
 _TRIES = 20
 
 
@@ -240,13 +240,10 @@ class RunLock:
             self.release()
             if error.errno in NO_SPACE:
                 raise unwritable(f"run folder {self.run_dir}", error) from None
-            raise ConfigError(
-                f"run folder {self.run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
-            ) from None
-        raise ConfigError(
-            f"{self._path} is not the lock of a run, which is a file, or several jobs fight for it: remove it, or give "
-            "each its own --run_dir"
-        )
+            why = f"can't be written to: {error.strerror or error}; fix --run_dir"
+            raise ConfigError(f"run folder {self.run_dir} {why}") from None
+        why = "is not the lock of a run, which is a file, or several jobs fight for it"
+        raise ConfigError(f"{self._path} {why}: remove it, or give each its own --run_dir")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -323,10 +320,8 @@ class RunLock:
             gone = f"; if {holder.host} is gone, it is free in {STALE_SECONDS - age:.0f} s"
         if not living:
             return ""
-        return (
-            f"{self.run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {age:.0f} s ago): "
-            f"stop that run, or give another --run_dir{gone}"
-        )
+        who = f"pid {holder.pid} on {holder.host} (heartbeat {age:.0f} s ago)"
+        return f"{self.run_dir} is in use by {who}: stop that run, or give another --run_dir{gone}"
 
     def _remove_stale(self) -> str:
         """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running. If
@@ -345,7 +340,6 @@ class RunLock:
 
 
 def _parse(text: str) -> Holder | None:
-    """The holder that a lock's text names, or None if it is not a lock's text."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         return Holder(**json.loads(text))
     return None

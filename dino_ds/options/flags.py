@@ -125,7 +125,6 @@ def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
 
 
 def _only_run(resume: str) -> tuple[str, str]:
-    """The folder of the only run in runs/, for the option `resume` alone, and a line about it."""
     runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
     runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
     if not runs:
@@ -173,7 +172,6 @@ def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
 
 
 def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of dotted name and value: data={"root": X} becomes ("data.root", X)."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in command.known_options:
@@ -183,7 +181,6 @@ def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert scalars of NumPy and torch to numbers, paths to text, lists to tuples."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, str | os.PathLike):

@@ -165,9 +165,8 @@ def look_at_gpus(precision: str) -> Iterator[Finding]:
             torch.cuda.is_available()
         complaint = f": {one_line(caught[0].message, 200)}" if caught else ""
         text = f"a driver is here, and torch (CUDA {torch.version.cuda}) finds no GPU{complaint}"
-        cure = (
-            "install torch with CUDA; nvidia-smi must list the GPUs, and the driver may not be older than torch's CUDA"
-        )
+        cure = "install torch with CUDA; nvidia-smi must list the GPUs, "
+        cure += "and the driver may not be older than torch's CUDA"
         yield make_finding("gpu", text, cure, level=FAILURE)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else True
     fp16 = True if gpus else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -178,7 +177,6 @@ def look_at_gpus(precision: str) -> Iterator[Finding]:
 
 
 def _existing_folder(path: str) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
     return next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.is_dir())
 
 
@@ -230,7 +228,6 @@ def look_at_machines(
 
 
 def _ask(command: list[str], question: str) -> dict[str, Any] | str:
-    """The answer of a machine, or why there is none."""
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:

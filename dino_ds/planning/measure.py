@@ -46,10 +46,8 @@ from dino_ds.method.step import TrainingStep
 from dino_ds.run.run_folder import versions
 
 MIB = 2**20
-EPOCH_STEPS = 1000
-"""Steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does."""
-MEMORY_STEPS = 2
-"""Steps after which the peak of memory is known: the second is the first with Adam's moments."""
+EPOCH_STEPS = 1000  # steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does
+MEMORY_STEPS = 2  # steps after which the peak of memory is known: the second is the first with Adam's moments
 _CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -201,14 +199,9 @@ def clock_name(clock: str) -> str:
 
 def about(recipe: Recipe, batch: int) -> dict[str, Any]:
     """The part of a bench's result about network, batch and machine; "prototypes" are those of all heads."""
-    return {
-        "backbone": recipe.model.backbone,
-        "crops": describe_crops(recipe.groups),
-        "prototypes": sum(head.prototypes for head in heads_of(recipe).values()),
-        "batch": batch,
-        "processes": distributed.world_size(),
-        "host": describe_host(),
-    }
+    prototypes = sum(head.prototypes for head in heads_of(recipe).values())
+    facts = {"backbone": recipe.model.backbone, "crops": describe_crops(recipe.groups), "prototypes": prototypes}
+    return facts | {"batch": batch, "processes": distributed.world_size(), "host": describe_host()}
 
 
 def heading(title: str, result: dict[str, Any]) -> str:
@@ -223,17 +216,11 @@ def describe_host() -> dict[str, Any]:
     cuda, path = torch.cuda.is_available(), Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "host": platform.node(),
-        "cpu": next(models, platform.machine()),
-        "cores": len(distributed.usable_cores()),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "cuda": torch.version.cuda if cuda else None,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-    }
+    host: dict[str, Any] = {"host": platform.node(), "cpu": next(models, platform.machine())}
+    host |= {"cores": len(distributed.usable_cores()), "threads": torch.get_num_threads()}
+    host |= {"gpu": torch.cuda.get_device_name() if cuda else None, "cuda": torch.version.cuda if cuda else None}
+    host["load_average"] = [round(load, 2) for load in os.getloadavg()]
+    return host | {"date": datetime.date.today().isoformat(), "versions": versions()}
 
 
 def host_line(host: dict[str, Any]) -> str:

@@ -107,23 +107,13 @@ def _measure(
         tflops = flops * images / timing.seconds / 1e12
         rate = measure.matmul_tflops(device(), DTYPES[config.precision])
         shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}
-        summary = {
-            "name": name,
-            "precision": config.precision,
-            "stage": config.stage,
-            "images_per_second": images * ranks / timing.seconds,
-            "step_seconds": timing.seconds,
-            "spread": timing.spread,
-            "clock": timing.clock,
-            "gflop_per_image": flops / 1e9,
-            "tflops": tflops,
-            "matmul_tflops": rate,
-            "mfu": tflops / rate,
-            "parts": {**shares, "other": 1 - sum(shares.values())},
-            "peak_memory_mib": memory_gib() * 1024,
-            "predicted_memory_mib": predicted.gib * 1024,
-        }
-        summaries.append({**summary, **measured, **traced[name]})
+        summary: dict[str, Any] = {"name": name, "precision": config.precision, "stage": config.stage}
+        summary |= {"images_per_second": images * ranks / timing.seconds, "step_seconds": timing.seconds}
+        summary |= {"spread": timing.spread, "clock": timing.clock, "gflop_per_image": flops / 1e9, "tflops": tflops}
+        summary |= {"matmul_tflops": rate, "mfu": tflops / rate}
+        summary |= {"parts": {**shares, "other": 1 - sum(shares.values())}, "peak_memory_mib": memory_gib() * 1024}
+        summary |= {"predicted_memory_mib": predicted.gib * 1024}
+        summaries.append(summary | measured | traced[name])
     return summaries
 
 
@@ -293,14 +283,11 @@ def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
         row |= {"speedup_total": timings[first].seconds / timing.seconds, "peak_memory_mib": memory[step.name].peak_mib}
         rows.append(row | {"spread": timing.spread})
     exact = [row for row in rows if row["exact"]]
-    result = measure.about(recipe, batch) | {
-        "ladder_steps": rows,
-        "skipped": {name: reason for name, reason in reasons.items() if reason},
-        "exact_total_speedup": exact[-1]["speedup_total"],
-        "exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"],
-        "imports_mib": memory[first].imports_mib,
-        "clock": timings[first].clock,
-    }
+    result = measure.about(recipe, batch) | {"ladder_steps": rows}
+    result |= {"skipped": {name: reason for name, reason in reasons.items() if reason}}
+    result |= {"exact_total_speedup": exact[-1]["speedup_total"]}
+    result |= {"exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"]}
+    result |= {"imports_mib": memory[first].imports_mib, "clock": timings[first].clock}
     return Result(result, _ladder_page(result))
 
 
@@ -319,26 +306,16 @@ def _take(step: LadderStep, trial: measure.Trial) -> Tensor:
 
 
 def _ladder_page(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            row["name"],
-            "exact" if row["exact"] else "not exact",
-            short(row["images_per_second"]),
-            f"{row['step_seconds']:.4g}",
-            f"{100 * row['spread']:.0f} %",
-            f"{row['speedup_step']:.3f}",
-            f"{row['speedup_total']:.3f}",
-            f"{row['peak_memory_mib']:.0f}",
-        )
-        for row in result["ladder_steps"]
-    ]
+    rows = []
+    for row in result["ladder_steps"]:
+        times = f"{row['step_seconds']:.4g}", f"{100 * row['spread']:.0f} %"
+        gains = f"{row['speedup_step']:.3f}", f"{row['speedup_total']:.3f}", f"{row['peak_memory_mib']:.0f}"
+        kind = "exact" if row["exact"] else "not exact"
+        rows.append((row["name"], kind, short(row["images_per_second"]), *times, *gains))
     libraries = f" (libraries take {result['imports_mib']:.0f} MiB of both)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
     lines = [measure.heading("bench ladder", result), markdown_table(header, rows), ""]
     lines += [f"{name} skipped: {reason}" for name, reason in result["skipped"].items()]
     speed, memory = result["exact_total_speedup"], result["exact_total_memory_ratio"]
-    lines.append(
-        f"{measure.clock_name(result['clock'])}, medians; exact steps: the last has {speed:.2f} x the images/s of the "
-        f"first and {memory:.2f} x its peak memory{libraries}"
-    )
-    return "\n".join(lines)
+    last = f"{speed:.2f} x the images/s of the first and {memory:.2f} x its peak memory{libraries}"
+    return "\n".join([*lines, f"{measure.clock_name(result['clock'])}, medians; exact steps: the last has {last}"])

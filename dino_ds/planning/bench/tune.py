@@ -73,7 +73,6 @@ class Search:
         self.best = given if shipped.rounds and not (found.rounds and found.beats(shipped)) else tuned
 
     def _compare(self, settings: Sequence[Setting], rounds: int = 2, **kwargs: Any) -> dict[str, Measurement]:
-        """Measure settings, and keep why some were not."""
         results = self._trials.compare(settings, rounds, **kwargs)
         self.skipped |= {name: result.failed for name, result in results.items() if result.failed}
         return results
@@ -81,7 +80,6 @@ class Search:
     def _setting(
         self, name: str, recipe: Recipe, path: str, changes: Mapping[str, Any] | None = None, micro: int | None = None
     ) -> Setting:
-        """Raises ConfigError for a ds JSON that can't be used here."""
         batch, ranks, on_gpu = recipe.data.global_batch, self._trials.ranks, device().type == "cuda"
         changes = {**self._changes, **(changes or {})}
         ds = load_ds_config(path, changes)
@@ -326,9 +324,8 @@ class Trials:
             seconds = min(10.0, max(0.5, self.seconds / 120))  # beyond its start, for which it may take 120
             limits = measure.ChildLimits(self.ranks, self.limit_gib, 120.0 + 20 * seconds)
             try:
-                child = measure.run_in_child(
-                    measure_step, self._threads, limits, setting=words, seconds=seconds, **kwargs
-                )
+                options: dict[str, Any] = {"setting": words, "seconds": seconds, **kwargs}
+                child = measure.run_in_child(measure_step, self._threads, limits, **options)
                 self.ended[key] = {"peak_mib": child.peak_mib, **child.value}
             except measure.ChildFailed as error:
                 self.ended[key] = {"failed": str(error)}
