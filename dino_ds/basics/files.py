@@ -90,8 +90,7 @@ def is_url(text: str) -> bool:
 
 
 def unusable_text(text: str) -> str:
-    """Why `text` cannot be a path, for a message; "" if it can. A URL must hold no password and no signature, as it is
-    written into recipes, logs and checkpoints."""
+    """Why `text` cannot be a path, for a message; "" if it can. A URL, which logs repeat, must hold no password."""
     if is_url(text) and re.search(r"://[^/]*@|[?#]", text):
         why = "which would be written into logs and checkpoints: leave it out; drivers find credentials by themselves"
         return f"an address of {text.partition(':')[0]}:// has a password, a query or a fragment (@ ? #), {why}"

@@ -18,12 +18,10 @@ import psutil
 
 from dino_ds.errors import ConfigError
 
-_CONTAINERS = (
+_CONTAINERS = (  # of version 2 and 1: folder, files of limit and of memory in use, prefix of names in memory.stat
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Control groups of version 2 and 1: folder, files of the limit and of the memory in use, prefix of names in
-memory.stat."""
 _LONGEST_TMPDIR = 60  # in bytes, which leaves room for a socket's name: the whole path may have 107
 _random = random.SystemRandom()  # a fixed seed would give two jobs of a machine the same port
 
@@ -49,8 +47,7 @@ def has_accelerator_files() -> bool:
 
 
 def resident_gib() -> float:
-    """Resident memory of this process and all its descendants, in GiB; shared pages (code, batches, cached images)
-    count only as far as this process has them."""
+    """Resident memory of this process and all its descendants in GiB; of shared pages only what this process has."""
     process, *children = own_processes()
     resident = process.memory_info().rss
     for child in children:
@@ -84,8 +81,7 @@ def find_free_port() -> int:
 
 
 def shorten_socket_names() -> None:
-    """Let this process and its children put their sockets into /tmp where TMPDIR is too long for a socket's name.
-    Raises ConfigError where /tmp can't be written to."""
+    """Put this process's and its children's sockets into /tmp where TMPDIR is too long for them. Raises ConfigError."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in config or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_TMPDIR:
         return

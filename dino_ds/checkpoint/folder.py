@@ -1,15 +1,15 @@
 """The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest. A
 checkpoint is written under another name, and valid once its folder is renamed. It is used only if every byte is as its
 manifest says. It has no random-number state: data, augmentation and stochastic depth follow from (seed, epoch, index).
-Checkpoints are saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank
-reports that it has written by the flags that each step exchanges anyway. All ranks decide on the commit after the same
-step, with two small host gathers."""
+It is saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank reports that
+it has written by the flags of each step; all decide on the commit after the same step, with two host gathers."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import threading
 import time
@@ -38,8 +38,6 @@ _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, or None if the run has none yet, and notes about the choice."""
-
     saved: SavedCheckpoint | None
     notes: list[str]
 
@@ -101,9 +99,8 @@ class Checkpoints:
         return manifest, ""
 
     def tidy(self, step: int) -> list[str]:
-        """On rank 0, clear up before training continues from `step`; returns lines for the log. Raises OSError.
-        Half-written folders are removed. Checkpoints of later steps are set aside, and removed once training has
-        reached their step again."""
+        """On rank 0, clear up before training continues from `step`: remove half-written folders, and set checkpoints
+        of later steps aside until training has reached their step again. Returns lines for the log. Raises OSError."""
         if distributed.rank() != 0 or not self.folder.is_dir():
             return []
         for path in self.folder.iterdir():
@@ -204,11 +201,6 @@ def _list(steps: list[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "none"
 
 
-def _free_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
-
-
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
 _WAIT_SECONDS = 1.0
 # On top of the tensors: manifest, folders, and what a file system keeps for itself.
@@ -249,7 +241,7 @@ class Saving:
         with distributed.raise_on_all_ranks():
             if distributed.rank() == 0:
                 left = [path for path in folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
-                free = _free_bytes(next(path for path in (folder, *folder.parents) if path.is_dir()))
+                free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
                 free += sum(file.lstat().st_size for path in left for file in path.glob("*"))  # `tidy` will free it
                 if needed > free:
                     few = f"need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in {folder.parent}"
@@ -325,7 +317,7 @@ class Saving:
         free, error = 0, ""
         try:
             if distributed.rank() == 0:
-                free = _free_bytes(self._checkpoints.begin(step))
+                free = shutil.disk_usage(self._checkpoints.begin(step)).free
         except OSError as problem:
             error = f"cannot save step {step}: {problem.strerror}: {problem.filename}"
         answers = distributed.gather_objects((size, free, error))
@@ -381,7 +373,7 @@ class Saving:
 
     def _reason(self, pending: PendingSave, error: OSError) -> UserError:
         if error.errno in NO_SPACE:
-            free = _free_bytes(self._checkpoints.folder)
+            free = shutil.disk_usage(self._checkpoints.folder).free
             return StorageError(self._no_space(pending.step, pending.bytes, free))
         return _explained(f"cannot save step {pending.step}", error, self._checkpoints.folder)
 

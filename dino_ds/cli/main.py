@@ -41,8 +41,7 @@ from dino_ds.options.flags import drop_local_rank, parse_flags, read
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Make this process train alone, and restore its environment and sys.path afterwards. Raises ConfigError in one of
-    several processes that a launcher has started."""
+    """Make this process train alone; restore its environment and sys.path afterwards. Raises ConfigError in a rank."""
     before, path = dict(os.environ), sys.path[:]
     try:
         adopt_ranks(os.environ)
@@ -287,8 +286,7 @@ def _exit(code: int) -> None:
 
 
 def function_of(command: str) -> Callable[..., Result | None]:
-    """The function of a command: gets its options and files, returns its result, or None where it has printed what it
-    does. Imports its module alone."""
+    """The function of a command, whose module alone is imported; it returns None where it has printed what it does."""
     run: Callable[..., Result | None]
     match command:
         case "train":

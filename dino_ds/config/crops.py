@@ -22,8 +22,6 @@ in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that 
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops of one kind."""
-
     name: str
     count: int  # crops of each image
     size: int  # pixels of a side

@@ -42,8 +42,7 @@ def find_ds_config(path: str) -> str:
 
 
 def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the JSON at `path` with `overrides` (dotted key without "ds." -> text or a Python value); check every key.
-    Raises ConfigError with one line per problem."""
+    """Load the JSON at `path` with `overrides` (dotted key without "ds." -> text or a value). Raises ConfigError."""
     return change_ds_config(_read(find_ds_config(path)), path, overrides)
 
 
@@ -85,8 +84,7 @@ def resolve_ds_config(
     fp16_supported: bool = True,
     parameters: int | None = None,
 ) -> ds_schema.DsConfig:
-    """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`. Raises
-    ConfigError as `check_ds_config` does."""
+    """Decide every "auto" in `config` for `world_size` ranks and `parameters`. Raises as `check_ds_config` does."""
     micro, accumulation = check_ds_config(config, path, global_batch, world_size, fp16_supported)
     raw, precision = copy.deepcopy(config), _precision(config)
     raw |= {"train_batch_size": global_batch, "train_micro_batch_size_per_gpu": micro}

@@ -79,8 +79,6 @@ class DsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenDsConfig:
-    """The ds config of a start, with its predicted memory."""
-
     config: DsConfig
     reason: str  # how the config was chosen, "" if the user named it
     memory: str  # the log's line about the prediction
@@ -90,7 +88,6 @@ class ChosenDsConfig:
 
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:
-    """Whether a zero_optimization section puts the optimizer's state on another device."""
     return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
 
 
@@ -99,11 +96,10 @@ def offloads_weights(zero: dict[str, Any]) -> bool:
 
 
 ORTHOGONALIZED_ELEMENTS = 2**25  # of matrices, by Muon at a time: its scratch memory stays at about 0.5 GiB
-COMMUNICATES_IN_STEP = {
+COMMUNICATES_IN_STEP = {  # kind of optimizer -> what its ranks do in a step, and the kind to take instead
     "lars": ("the norm of a layer is summed over ranks", "sgd"),
     "muon": ("ranks exchange slices of matrices", "adamw"),
 }
-"""Kinds of optimizer that communicate in the middle of a step, what their ranks do, and the kind to take instead."""
 
 
 def check_offload(config: DsConfig, kind: str) -> None:
@@ -297,8 +293,7 @@ def wrong_key(name: str) -> str:
 
 
 def override(config: dict[str, Any], name: str, value: Any) -> str | None:
-    """Set the key with the dotted `name` in `config` to `value`, text of a command line or a Python value; returns the
-    problem with it, if any."""
+    """Set the key with the dotted `name` to `value`, text or a Python value; returns the problem with it, if any."""
     *sections, leaf = name.split(".")
     if not is_key(name):
         return wrong_key(name)

@@ -55,8 +55,7 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
-        """Read "30 epochs", "30epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps. Raises
-        ValueError."""
+        """Read "30 epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps. Raises ValueError."""
         if isinstance(text, Length):
             return text
         begin = r"(?:\s+from\s+step\s+([0-9]{1,12}))?\s*"
@@ -91,7 +90,6 @@ class Ramp:
         return _exact(self.start) + ("" if self.end is None else f"..{_exact(self.end)} over {self.length}")
 
     def __bool__(self) -> bool:
-        """Whether the number is ever more than 0."""
         return self.start > 0 or bool(self.end)
 
 
@@ -201,8 +199,7 @@ def once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
-StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
-"""A length that may count from the step at which a stage of training began."""
+StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]  # with "from step"
 WeightField = Annotated[Ramp, PlainValidator(parse_ramp), PlainSerializer(str)]
 AutoLength = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
@@ -218,8 +215,7 @@ _TOO_MANY = f"is more than can be counted here: at most {_MOST_COUNT:.0e}"
 _COUNTABLE = refuse(lambda number: number > _MOST_COUNT and f"{str(number)[:24]} {_TOO_MANY}")
 Count = Annotated[int, Field(ge=1), _COUNTABLE]
 Amount = Annotated[int, Field(ge=0), _COUNTABLE]
-Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]
-"""Several values with commas between them; repeated ones are dropped."""
+Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]  # repeated ones are dropped
 Few = Annotated[int, Field(ge=0, le=1024)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=0, le=31_536_000)]
@@ -243,8 +239,7 @@ SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "fo
 HDF5 = (".h5", ".hdf5", ".he5")
 ARCHIVES = (".tar", ".parquet", *HDF5)  # endings of files that hold many images (`dino_ds.data.root` opens them)
 REMOTE_ARCHIVES = (".tar", ".parquet")  # read at an address too; their sources take cache_gib, the size of their cache
-IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"
-"""The forms of images that data.root takes, in words."""
+IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"  # of data.root
 
 
 def _is_code(name: str) -> bool:

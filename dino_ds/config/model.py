@@ -156,14 +156,12 @@ class ModelSection(Section):
         return cast(BackboneSpec, dataclasses.replace(spec, **changed))
 
 
-SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
-"""Keys of this section that replace a value of the backbone's spec."""
-_NOT_OF_ALL = {
+SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")  # of the spec
+_NOT_OF_ALL = {  # for each key that some backbones ignore, the networks that obey it
     **dict.fromkeys((*SPEC_KEYS, "stochastic_depth", "drop_path_growth"), "ViTs that dino_ds builds"),
     "pos_embed_interpolation": "ViTs with learned positions",
     **dict.fromkeys(("local_cls_norm", "rope_rescale"), "ViTs with rotary positions"),
 }
-"""For each key that some backbones ignore, the networks that obey it."""
 
 
 def keys_not_obeyed(spec: BackboneSpec) -> list[str]:

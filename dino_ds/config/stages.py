@@ -1,6 +1,5 @@
 """The options of `train`, and the recipe of a run, of its resumes, and of a stage, which begins with another run: that
-run's recipe, changed by the stage. No torch. Lengths and ramps that a stage sets count from the step at which the stage
-began; the others continue."""
+run's recipe, changed by the stage, from whose first step on the lengths that it sets count. No torch."""
 
 from __future__ import annotations
 
@@ -176,10 +175,9 @@ def load_run_recipe(run_dir: Path) -> Recipe:
 
 
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
-    """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started.
-    replaced: keys whose values are not used; flag: the option that names other images. `notes` gets a line for each
-    path that is taken from that folder instead of the current one. Raises ConfigError if config.yaml is not a recipe,
-    or if the images are in neither folder."""
+    """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started, and
+    `notes` gets a line for each. replaced: keys whose values are not used; flag: the option that names other images.
+    Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder."""
     recipe, folder, moved = load_run_recipe(run_dir), started_in(run_dir), dict[str, str]()
     for key, value in named_values(recipe):
         is_place = key in path_keys() and key not in replaced and value is not None

@@ -1,9 +1,8 @@
-"""Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors, and
-records what their operators hold and compute: bytes alive after each, and FLOPs. Fake tensors have shapes and no
-memory. The rehearsal sees whatever a term, a teacher or a backbone does, and names none of them. It does not see
-DeepSpeed's part: the bare network takes the engine's place. A multiply-add is 2 FLOPs; matrix products, convolutions
-and attention count. Formulas are those of torch's counter, except for operators for which torch has none or a wrong
-one."""
+"""Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors, which
+have shapes and no memory, and records what their operators hold and compute: bytes alive after each, and FLOPs. It sees
+whatever a term, a teacher or a backbone does, and names none of them, but not DeepSpeed's part: the bare network takes
+the engine's place. A multiply-add is 2 FLOPs; matrix products, convolutions and attention count, by the formulas of
+torch's counter, except for operators for which torch has none or a wrong one."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ _aten = torch.ops.aten
 
 @dataclass
 class RecordedPart:
-    """flops: of all products. computes: whether any operator does more than view a tensor. moments: (elements of
-    finished gradients, most bytes alive meanwhile)."""
+    """computes: whether any operator does more than view a tensor; the others: as in `PartCosts`."""
 
     flops: float = 0.0
     computes: bool = False
@@ -65,8 +63,7 @@ class RecordedPart:
 
 class Recorder(TorchDispatchMode):
     """Records the operators in its context; `known` tensors, and tensors that share memory with them, do not count.
-    live: bytes of all other storages that are alive. done: elements of the finished gradients, which are freed at once.
-    """
+    live: bytes of all others that are alive; done: elements of the finished gradients, which are freed at once."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -169,7 +166,7 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
-FORMULAS: dict[Any, Callable[..., int]] = {
+FORMULAS: dict[Any, Callable[..., int]] = {  # FLOPs of an operator from its arguments and its result
     **flop_registry,
     _aten.addmm_: lambda _, a, b, **__: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
     _aten.convolution_backward: _convolution_backward,
@@ -177,7 +174,6 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     # torch's own formula also counts what is recomputed.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *qkv, **__: 2 * _attention(*qkv),
 }
-"""FLOPs of an operator from its arguments and its result."""
 
 
 def _fused_attention(
@@ -304,7 +300,7 @@ def _play(
         step.prepare(window)
         held = recorder.live
         step.micro_batch(window[0])
-    parts = {}
+    parts = dict[str, Any]()
     for name, part in recorder.parts.items():
         times = len(window) if name.startswith("teacher") or name == "targets" else 1
         parts |= {name: {"flops": part.flops / times, "moments": part.moments}} if part.computes else {}

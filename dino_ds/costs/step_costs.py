@@ -31,11 +31,10 @@ from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.own import teachers_of, terms_of
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 
-_UNUSABLE = OSError, RuntimeError
-"""Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
+_UNUSABLE = OSError, RuntimeError  # of a cache folder that can't be used: a container's user may have no home
 _T = TypeVar("_T")
 _known: dict[str, Any] = {}  # the values in the cache that this process has read or made, by the names of their files
-_ELSEWHERE: dict[str, Any] = {
+_ELSEWHERE: dict[str, Any] = {  # keys of a recipe on which the costs of a micro-batch do not depend
     **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
     **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
     "crops": {"global_scale", "local_scale", "augment", "jitter", "blur", "grayscale", "flip", "solarize", "rotation"},
@@ -44,7 +43,6 @@ _ELSEWHERE: dict[str, Any] = {
     "optimizer": {"lr", "lr_scaling", "schedule", "min_lr", "warmup", "warmup_shape", "weight_decay"},
     "teacher": {"momentum", "momentum_end"},
 }
-"""Keys of a recipe on which the costs of a micro-batch do not depend."""
 _LINES = {True: (4, 32, 64), False: (8, 64)}
 """Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
 Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
@@ -56,8 +54,7 @@ def step_costs(
 ) -> StepCosts:
     """The costs of the config's micro-batch with the crops `groups`, by default those of the largest resolution. exact:
     rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and with
-    two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the values
-    of tensors."""
+    two micro-batches prepared where a step may prepare several. Raises NotEstimated where tensors' values are read."""
     groups = groups or recipe.groups
     images, sizes = config.micro_batch, _LINES[on_gpu]
     exact = exact and (on_gpu or images <= sizes[-1])
@@ -117,7 +114,6 @@ def student_facts(recipe: Recipe) -> StudentFacts:
 
 
 def count_parameters(recipe: Recipe) -> int:
-    """Elements of the student's parameters."""
     return sum(student_facts(recipe).sizes.values())
 
 
@@ -153,8 +149,7 @@ class StudentFacts:
     """The student's weights. sizes: elements by name. frozen: names of weights that are never trained. cast: names of
     weights that a low-precision teacher copies. groups: (kind of optimizer, elements) of each parameter group.
     matrices: (rows, columns, number) of the matrices that Muon orthogonalizes, by parameter group; rows <= columns.
-    statistics: elements of each running mean of the objective. whole_step: whether targets depend on all micro-batches.
-    """
+    statistics: elements of each running mean. whole_step: whether targets depend on all micro-batches."""
 
     sizes: Mapping[str, int]
     frozen: frozenset[str]
@@ -166,7 +161,6 @@ class StudentFacts:
 
     @property
     def trained(self) -> dict[str, int]:
-        """The `sizes` of the weights that are trained."""
         return {name: size for name, size in self.sizes.items() if name not in self.frozen}
 
     @property
@@ -179,9 +173,8 @@ class StudentFacts:
 @dataclass(frozen=True)
 class RehearsalSettings:
     """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step; frozen: the
-    backbone of teacher.source, None if it is unknown. Settings that are not rehearsed have a fixed value, so that one
-    rehearsal serves many configs: compiled blocks and the EMA teacher's low-precision copy, without which its matrices
-    are cast at each use."""
+    backbone of teacher.source, None if it is unknown. Compiled blocks and the EMA teacher's low-precision copy are off,
+    so that one rehearsal serves many configs: without the copy, its matrices are cast at each use."""
 
     precision: str
     checkpoint_blocks: int | str

@@ -99,8 +99,7 @@ def stamped(text: str) -> str:
 
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
-STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
-"""Why a monitor process asks its rank to stop."""
+STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")  # asked by the monitor
 
 
 class Beat(ctypes.Structure):
@@ -134,7 +133,6 @@ class Beat(ctypes.Structure):
         return beat
 
     def enter(self, phase: str, step: int) -> None:
-        """Note that the rank is now in `phase`, with `step` optimizer steps done."""
         self._phase, self.step, self._part = PHASES.index(phase), step, 0
         self.moves += 1
 
@@ -272,8 +270,7 @@ class Heartbeats:
         return heartbeats
 
     def claim(self, failure: Failure) -> bool | None:
-        """Record `failure` if it is the first of this run; returns whether it is, so that this rank reports it, or None
-        if the disk does not answer."""
+        """Record `failure` if it is the run's first; returns whether it is, or None if the disk does not answer."""
 
         def write() -> bool:
             try:
@@ -290,8 +287,6 @@ class Heartbeats:
         return self.disk.run(write, None)
 
     def first_failure(self) -> Failure | None:
-        """The failure that was claimed, by the rank that failed first or by its monitor."""
-
         def read() -> Failure | None:
             with contextlib.suppress(*_UNREADABLE):
                 return Failure(**json.loads(self._failure_path.read_text()))
@@ -300,9 +295,8 @@ class Heartbeats:
         return self.disk.run(read, None)
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
-        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers if there is no
-        heartbeat at all), else stopped ones, else those with the fewest moves; [] if all are equally far or the disk
-        does not answer."""
+        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers without any
+        heartbeat), else stopped ones, else those with the fewest moves; [] if all are equal or the disk is silent."""
 
         def find() -> list[Heartbeat | int]:
             by_rank = {beat.rank: beat for beat in self._read()}

@@ -32,8 +32,7 @@ from dino_ds.health import processes
 from dino_ds.health.beat import Beat, Disk, Failure, Heartbeat, Heartbeats, append_line, describe_hang, last_checkpoint
 
 _EXIT_SECONDS = 10.0  # time for a monitor to write the last heartbeat
-_CAUSE_SECONDS = 3.0
-"""Time for the rank that failed first, or its monitor, to write down why. Peers notice within milliseconds."""
+_CAUSE_SECONDS = 3.0  # for the first rank to fail, or its monitor, to say why; peers notice within milliseconds
 _CONNECTION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket|"
     r"process group|store",
@@ -48,8 +47,7 @@ def longest_wait(hang_seconds: float) -> float:
 
 @contextmanager
 def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> Iterator[Beat]:
-    """Let a monitor process watch this rank while the block runs; yields the page that holds the rank's progress.
-    hang_seconds: see the recipe; 0: hangs are ignored."""
+    """Let a monitor watch this rank while the block runs; yields the page with its progress. hang_seconds 0: never."""
     beat = Beat.shared()
     stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
     job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
@@ -100,9 +98,8 @@ class Failures:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Report how the block ends. Raises PeerError, with the message and exit code of the cause, instead of an error
-        of the connection; and RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not
-        exit with 0."""
+        """Report how the block ends. Raises PeerError, as the cause says, instead of an error of the connection;
+        RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not exit with 0."""
         try:
             yield
         except SystemExit as stop:
@@ -211,8 +208,7 @@ class MonitorArguments(NamedTuple):
 
 
 class MonitorProcess:
-    """Monitors one rank; `run` returns when the rank has ended. Through the run folder, whose disk may not answer,
-    monitors tell each other about their ranks."""
+    """Monitors one rank until it has ended. Monitors tell each other about their ranks by files in the run folder."""
 
     def __init__(self, arguments: MonitorArguments) -> None:
         self._arguments, self._run_dir = arguments, Path(arguments.run_dir)

@@ -30,8 +30,7 @@ END_SIGNAL = signal.SIGABRT
 _STACKS_SECONDS = 2.0
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh")
 _SSHD = ("sshd", "sshd-session")
-_LEAVES_JOBS = (*_SHELLS, *_SSHD, "su", "sudo", "screen", "tmux: server")
-"""Programs that may end and leave running what they have started."""
+_LEAVES_JOBS = (*_SHELLS, *_SSHD, "su", "sudo", "screen", "tmux: server")  # may end before what they have started
 
 
 class Process(NamedTuple):
@@ -76,8 +75,7 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """How a process ended, while its parent has not waited for it: "by SIGKILL", "with exit code 0", or "" if it is
-    too late to tell."""
+    """How a process ended: "by SIGKILL", "with exit code 0", or "" once its parent has waited for it."""
     fields = _stat(pid)
     if len(fields) <= 49:
         return ""

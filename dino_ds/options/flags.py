@@ -83,7 +83,17 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""
     if not options.run_dir and config is None and options.resume not in (False, "auto"):
-        folder, note = _only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
+        runs = [run for run in Path("runs").glob("*") if holds_run(run)]
+        runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
+        if not runs:
+            nothing = f"nothing to resume: {Path.cwd() / 'runs'} holds no run"
+            raise CheckpointError(f"{nothing}; name its folder with --run_dir")
+        if len(runs) > 1:
+            resume = f"--resume{'' if options.resume is True else f' {options.resume}'}"
+            more = f"; and {len(runs) - 5} more" if len(runs) > 5 else ""
+            commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:5])
+            raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
+        folder, note = str(runs[0]), f"run folder {runs[0]}, the only run in runs"
     elif not options.run_dir:
         folder, note = _default_folder(Path(config or "vits16").stem, options.resume is not False)
     request.notes.extend([note] if note else [])
@@ -124,18 +134,6 @@ def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
     return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
 
 
-def _only_run(resume: str) -> tuple[str, str]:
-    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
-    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
-    if not runs:
-        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
-    if len(runs) > 1:
-        more = f"; and {len(runs) - 5} more" if len(runs) > 5 else ""
-        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:5])
-        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
-    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
-
-
 def parse_flags(command: Command, argv: Sequence[str]) -> Request:
     """Read the words after the command's name. Raises ConfigError with one line per problem."""
     request, problems = Request(), list[str]()
@@ -147,8 +145,7 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Request:
 
 
 def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
-    """Read the keywords of a call in Python; None is an option that is not given. Raises ConfigError with one line
-    per problem."""
+    """Read the keywords of a call in Python; None is an option that is not given. Raises ConfigError."""
     by_name = {name: option for option in command.all_options for name in (field_of(option), option.name)}
     request, problems = Request(), list[str]()
     for name, value in _flat("", keywords, command):

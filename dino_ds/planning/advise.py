@@ -34,8 +34,7 @@ from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
 
 _SECONDS, _LEAST_SAMPLE = 3.0, 20  # seconds after which no more images are read, once there are _LEAST_SAMPLE
-_MANY_IMAGES = 1_000_000
-"""Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
+_MANY_IMAGES = 1_000_000  # from which on training starts from scratch: DINO's and DINOv2's authors had 1.28 million
 _LEAST_BATCH = 32
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE, _CONTINUED_IMAGES = 600_000, 50_000, 64, 16_000
 
@@ -114,9 +113,8 @@ def look_at(source: Source, sample: int) -> dict[str, Any]:
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
-    for k-NN, unless a folder of test images is beside them. Where more of the `images` that were looked at are
-    unreadable than a run allows, twice their share is."""
+    """The options of `train` that differ from the recipe. A tenth of images with classes is held out, unless test
+    images are beside them. Twice the share of unreadable ones is allowed where it is more than a run allows."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None

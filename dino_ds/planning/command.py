@@ -22,8 +22,7 @@ from dino_ds.options.commands import PlanOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning import fit
 
-_IMAGES = 1_000_000
-"""Images whose hours are estimated if the recipe's length is in epochs: the planner does not see the dataset."""
+_IMAGES = 1_000_000  # whose hours are estimated if the length is in epochs: the data set is not seen
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> Result:
@@ -86,7 +85,7 @@ def _describe(
     by_epochs = recipe.length.unit == "epochs"
     steps = -(-_IMAGES // batch) if by_epochs else recipe.length.in_steps(batch, 1)
     work = f"{_IMAGES:,} images" if by_epochs else f"length {recipe.length}"
-    blocks = {"without": 0, "with": "all"}
+    blocks: dict[str, int | str] = {"without": 0, "with": "all"}
     kept = {name: dataclasses.replace(config, checkpoint_blocks=number) for name, number in blocks.items()}
     activations = {name: round(step_costs(recipe, other, on_gpu=True).saved) for name, other in kept.items()}
     fitting = [size for size in fit.micro_batches(batch, world) if size <= largest]

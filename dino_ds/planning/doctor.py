@@ -144,7 +144,6 @@ def look_at_software() -> Iterator[Finding]:
 
 
 def look_at_gpus(precision: str) -> Iterator[Finding]:
-    """Check the GPUs, and whether the device supports the ds config's precision."""
     import torch
 
     from dino_ds.planning.measure import find_gpus
@@ -181,9 +180,8 @@ def _existing_folder(path: str) -> Path:
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """The slots of each machine, in the order of the file. Raises ConfigError that names the line. Stricter than
-    DeepSpeed, which passes any text of the file to ssh and to remote shells: a host named "-oProxyCommand=..." runs a
-    command on the launching machine."""
+    """The slots of each machine, in order. Raises ConfigError that names the line. Stricter than DeepSpeed, which
+    passes any text to ssh and remote shells: a host "-oProxyCommand=..." runs a command on the launching machine."""
     hosts: dict[str, int] = {}
     for number, text in enumerate(read_text(path, "a hostfile, one line a machine").split("\n"), 1):
         line = text.strip()

@@ -22,8 +22,7 @@ from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.own import teachers_of
 
-REACHED = 0.3, 0.5
-"""Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
+REACHED = 0.3, 0.5  # shares of a card's peak that published trainings reach, low and high; nothing was measured here
 _FP32, _STATE = 4, 12  # bytes of an FP32 weight, and of a trained one's master weight with Adam's two moments
 
 
@@ -61,7 +60,6 @@ class Machine(NamedTuple):
     libraries: int = 0
 
     def in_common(self, other: Machine) -> Machine:
-        """Return the resources that both machines have: every rank trains with the same config."""
         card = min((m.card_gib for m in (self, other) if m.card_gib is not None), default=None)
         here, host = max(self.ranks_per_node, other.ranks_per_node), min(self.host_gib, other.host_gib)
         both = self.bf16 and other.bf16, self.fp16 and other.fp16
@@ -111,7 +109,6 @@ def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
 
 
 def find_machine() -> Machine:
-    """Find the resources of this rank."""
     import torch
 
     from dino_ds.basics.machine import host_memory_gib
@@ -195,7 +192,6 @@ def micro_batches(global_batch: int, world_size: int) -> list[int]:
 
 
 def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
-    """Return `ds` with this micro-batch and accumulation."""
     kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
     return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
 

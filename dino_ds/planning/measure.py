@@ -127,7 +127,6 @@ def clock_of(device: torch.device, waits: bool = False) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -205,7 +204,6 @@ def about(recipe: Recipe, batch: int) -> dict[str, Any]:
 
 
 def heading(title: str, result: dict[str, Any]) -> str:
-    """The lines above a table."""
     prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
     setting = f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process"
     return f"{title}: {setting}, {result['processes']} process(es)\n{host_line(result['host'])}\n"
@@ -224,7 +222,6 @@ def describe_host() -> dict[str, Any]:
 
 
 def host_line(host: dict[str, Any]) -> str:
-    """`describe_host` as one line of text."""
     where = host["gpu"] or f"{host['cpu']}, {host['cores']} cores, {host['threads']} thread(s) used"
     packages = ", ".join(f"{name} {host['versions'][name]}" for name in ("torch", "deepspeed", "dino_ds"))
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
@@ -240,7 +237,6 @@ class VisibleGpu(NamedTuple):
 
 
 def find_gpus() -> list[VisibleGpu]:
-    """List the GPUs that torch sees; [] without any."""
     if not torch.cuda.is_available():
         return []
     gpus = []
@@ -251,10 +247,8 @@ def find_gpus() -> list[VisibleGpu]:
     return gpus
 
 
-class ChildFailed(UserError):
+class ChildFailed(UserError, exit_code=1):
     """A process ended without a result."""
-
-    exit_code = 1
 
 
 class ChildResult(NamedTuple):

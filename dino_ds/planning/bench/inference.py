@@ -29,11 +29,10 @@ Features = Callable[[Tensor], Tensor]  # images (b, c, h, w) FP32 on the device 
 
 
 def run(options: BenchInferenceOptions) -> Result:
-    """Measure every way to run `model` at every batch size, interleaved, on random images. Raises ConfigError,
-    CheckpointError."""
+    """Measure every way to run `model` at every batch size, interleaved, on random images. Raises UserError."""
     if options.random and options.heads is not None:
-        why = f"is of a file; the architecture {options.model} has its own: leave it out"
-        raise ConfigError(f"--heads {options.heads} {why}")
+        instead = f"the architecture {options.model} has its own: leave it out"
+        raise ConfigError(f"--heads {options.heads} is of a file; {instead}")
     begin(1, options.threads, "bench inference")
     if options.random:
         try:

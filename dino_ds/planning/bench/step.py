@@ -41,8 +41,7 @@ _TRACE = "trace.json"
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
-    """Measure the step of `recipe` and `ds`, or of two settings with different values of a key: `compare` ("key=a,b").
-    Raises ConfigError for a setting that does not exist."""
+    """Measure the step of `recipe` and `ds`, or of two settings by `compare` ("key=a,b"). Raises ConfigError."""
     settings = {"step": (recipe, ds)}
     if options.compare is not None:
         key, _, text = options.compare.partition("=")
@@ -80,7 +79,6 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
-    """Run a few steps in the process whose memory is measured."""
     trial = measure.build_trial(*measure.resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
     for _ in range(measure.MEMORY_STEPS):
         trial.run()
@@ -204,7 +202,6 @@ def all_steps() -> list[LadderStep]:
 
 
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
-    """Return why this step can't be measured here, or None if it can."""
     cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
     of_vits, of_others = ("packed crops", "CLS-only last block", "batched stochastic depth"), ("channels-last images",)
     if step.name in (of_others if is_vit else of_vits):
@@ -222,7 +219,6 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
 
 
 def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.Trial:
-    """Build a trial of this step with `batch` images, in one process."""
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     stage = 0 if step.precision == "fp32" else 1
@@ -259,7 +255,6 @@ class PlainPrototypes(Prototypes):
 
 
 def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
-    """Measure every step that this host can run."""
     batch = measure.begin(options.batch, options.threads, "bench ladder")
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     steps = [step for step in all_steps() if reasons[step.name] is None]
@@ -292,7 +287,6 @@ def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
 
 
 def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
-    """Run a few steps in the process whose memory is measured."""
     step = next(step for step in all_steps() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
     for _ in range(measure.MEMORY_STEPS):

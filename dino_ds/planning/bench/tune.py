@@ -40,8 +40,7 @@ from dino_ds.planning import measure
 from dino_ds.planning.bench.step import trace_steps
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
-ENOUGH_WAIT = 0.02
-"""Share of a step that may pass waiting for images: more loader processes are not worth their memory then."""
+ENOUGH_WAIT = 0.02  # share of a step that may pass waiting for images: more loader processes aren't worth it
 
 
 class Search:
@@ -218,8 +217,7 @@ class Setting:
 @dataclass
 class Measurement:
     """The measured steps of a setting. rounds: images/s of each step, by trial; loader: images/s of a rank's loader
-    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step by part; failed: why nothing was
-    measured."""
+    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step; failed: why none was measured."""
 
     setting: Setting
     rounds: list[list[float]] = field(default_factory=list)
@@ -249,7 +247,6 @@ class Measurement:
         return None if self.loader is None else self.parts["data"] * self.images_per_second / images
 
     def beats(self, other: Measurement) -> bool:
-        """Whether this is faster by more than both spreads."""
         return self.images_per_second > other.images_per_second * (1 + max(self.spread, other.spread))
 
     def is_worse(self, other: Measurement) -> bool:
@@ -272,7 +269,6 @@ class Measurement:
         self.peak_gib = max(self.peak_gib, trial["peak_mib"] / 1024)
 
     def facts(self) -> dict[str, Any]:
-        """The figures as plain values."""
         memory, figures = self.setting.memory, ("images_per_second", "spread", "peak_gib", "loader", "wait")
         facts = {name: getattr(self, name) for name in figures} if self.rounds else {}
         predicted = None if memory is None else memory.gib
@@ -303,7 +299,6 @@ class Trials:
         self._end = self._began + share * self.seconds
 
     def write(self, **result: Any) -> None:
-        """Write what has ended into the file, and the result of all."""
         replace_file(self._path, json.dumps({"trials": self.ended, **result}, indent=1))
 
     @property
@@ -355,8 +350,7 @@ def _busy_seconds() -> float:
 def measure_step(
     setting: dict[str, Any], seconds: float, real_images: bool = False, profile: str | None = None
 ) -> dict[str, Any]:
-    """Measure steps for about `seconds`, in a trial's process; with real images, before them their loader alone.
-    profile: folder for a trace."""
+    """Measure steps for `seconds`, in a trial's process, and real images' loader alone. profile: folder for a trace."""
     peak = measure.GpuPeak() if torch.cuda.is_available() else None
     recipe, config = measure.resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
     trial, parts = measure.build_trial(recipe, config), measure.PartTimes(device(), waits=True)
