@@ -26,9 +26,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 """The signals that make a run save and stop; they often reach all of its processes at once."""
 FORWARDED_SECONDS = 2.0  # a second signal within it is the first, forwarded: terminals send Ctrl-C to all processes
 
-_MEMORY = re.compile(
-    r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
-)
+_MEMORY = "out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError for a full disk, or an exhausted quota
 
 
@@ -102,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and re.search(_MEMORY, str(error), re.IGNORECASE) is not None
 
 
 def one_line(error: object, most: int = 160) -> str:

@@ -89,8 +89,7 @@ def default_dtype() -> Any:
 
 def restore_default_dtype(before: Any) -> str:
     """Restore torch's default dtype to `before`. Returns how the user's code changed it, in words, or ""."""
-    now = default_dtype()
-    torch = sys.modules.get("torch")
+    now, torch = default_dtype(), sys.modules.get("torch")
     if torch is None or now == (before or torch.float32):
         return ""
     torch.set_default_dtype(before or torch.float32)

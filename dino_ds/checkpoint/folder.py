@@ -330,11 +330,9 @@ class Saving:
         pending = self._pending
         if pending is None:
             return []
-        begun = time.perf_counter()
-        quiet = distributed.rank() != 0 or not sys.stderr.isatty()
-        with tqdm(
-            desc=f"saving step {pending.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet
-        ) as bar:
+        begun, quiet = time.perf_counter(), distributed.rank() != 0 or not sys.stderr.isatty()
+        title = f"saving step {pending.step}"
+        with tqdm(desc=title, bar_format="{desc}: {elapsed}", leave=False, disable=quiet) as bar:
             while not all(distributed.gather_objects(pending.is_written(_WAIT_SECONDS))):
                 bar.update()
         pending.stalled += time.perf_counter() - begun

@@ -102,8 +102,7 @@ def rank_file(rank: int) -> str:
 
 def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
     """The files of this rank: its own `tensors`, and its share of `whole`, which all hold: large tensors first."""
-    rank = distributed.rank()
-    loads = [0] * distributed.world_size()
+    rank, loads = distributed.rank(), [0] * distributed.world_size()
     share = {}
     for name in sorted(whole, key=lambda name: (-whole[name].numel(), name)):
         to = loads.index(min(loads))
@@ -176,7 +175,6 @@ WHOLE = "whole_"  # beginning of the names of the files that hold the teacher, i
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 KEPT = "kept"  # key of Manifest.state: the step of an older checkpoint that is kept, as its teacher is the best
 _MOST_BYTES = 2**28
-FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
 Whole = Annotated[int, Field(ge=0)]
 
 
@@ -203,7 +201,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     state: dict[str, Any]
     layouts: list[dict[str, Any]]
-    files: dict[FileName, FileRecord]
+    files: dict[Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")], FileRecord]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -327,8 +327,7 @@ def function_of(command: str) -> Callable[..., Result | None]:
 
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The same variables as they are named by programs that start ranks without setting ours.
-_RANK_VARIABLES = {
+_RANK_VARIABLES = {  # the same variables as they are named by programs that start ranks without setting ours
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
@@ -23,6 +24,9 @@ def option(default: Any, description: str, **facts: Any) -> Any:
     content, and not by name. bare: True for the option of a command that a word without a name sets. stages: the ZeRO
     stages at which a key of a ds JSON acts. inside_run: True for a length that must not exceed the run's."""
     return Field(default, description=description, json_schema_extra=facts or None)
+
+
+free_option = partial(option, learned=False)  # a key that a resumed run may change: it changes not what is learned
 
 
 class Section(BaseModel):
@@ -207,7 +211,6 @@ AutoLength = Annotated[
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
 ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_parse_numbers)]
-Resolutions = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 _AREAS = "a range of areas: two numbers with 0 < low <= high <= 1"
 AreaRange = Annotated[ScaleRange, refuse(lambda two: not 0 < two[0] <= two[1] <= 1 and f"{list(two)} is not {_AREAS}")]
@@ -232,7 +235,6 @@ Temperature = Annotated[float, Field(gt=0, le=100)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-AboveOne = Annotated[float, Field(gt=1)]
 MAX_WORKERS = 16  # most loader processes of a rank, unless data.workers says otherwise
 PREFETCHED_BATCHES = 3  # per loader process; three cover one slow image without holding much memory
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")

@@ -57,7 +57,6 @@ def _from_json(text: str) -> object:
 
 
 ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]  # keyword arguments as JSON, or as a YAML mapping
-TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
 _NEVER = Length(0, "steps")
@@ -87,7 +86,7 @@ class ModelSection(Section):
         "linear", "drop_path of the earlier blocks: linear from 0, or uniform, the same in all blocks (DINOv2)"
     )
     local_cls_norm: bool | None = option(None, "local crops' CLS tokens have their own norm; none: as in the backbone")
-    rope_rescale: fields.AboveOne | None = option(
+    rope_rescale: Annotated[float, Field(gt=1)] | None = option(
         None, "largest factor by which RoPE's axes are scaled at random in training, in each block and step (DINOv3: 2)"
     )
     stochastic_depth: Literal["per_image", "batched"] = option(
@@ -99,7 +98,7 @@ class ModelSection(Section):
     freeze_backbone: LengthField = option(
         _NEVER, "length at the start during which only the heads are trained; with model.init_from"
     )
-    train: TrainedField = option(
+    train: Annotated[str, BeforeValidator(parse_trained)] = option(
         "all", "part of the backbone that is trained, besides heads: all, 'last N blocks', norms_and_biases or lora"
     )
     lora_rank: Annotated[int, Field(ge=1, le=4096)] = option(8, "rank of each LoRA adapter, with model.train lora")
@@ -111,10 +110,8 @@ class ModelSection(Section):
         "dino", "how position embeddings are resized; DINO's released weights need dino"
     )
     idle: ClassVar = {"model.drop_path 0": "model.drop_path_growth model.stochastic_depth"}
-    refused: ClassVar = {
-        "model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers",
-        "crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm",
-    }
+    refused: ClassVar = {"model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers"}
+    refused |= {"crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm"}
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
@@ -226,11 +223,8 @@ class GramSection(Section):
     crop_size: fields.Side | None = option(
         None, "side of the Gram teacher's own crops, 1 to 2 times crops.global_size; none: it sees the global crops"
     )
-    refused: ClassVar = {
-        "gram.weight 0": "gram",
-        "gram.refresh_every 0": "gram.refreshes",
-        "gram.teacher ema": "gram.crop_size gram.refresh_every",
-    }
+    refused: ClassVar = {"gram.weight 0": "gram", "gram.refresh_every 0": "gram.refreshes"}
+    refused |= {"gram.teacher ema": "gram.crop_size gram.refresh_every"}
 
     @property
     def own_crop_size(self) -> int | None:

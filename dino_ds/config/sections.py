@@ -70,7 +70,6 @@ def _split(value: object) -> object:
 
 
 _FEW = fields.refuse(lambda texts: len(texts) > 1000 and f"mixture: {len(texts)} sources, at most 1000 are taken")
-MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), _FEW]
 _FORMS = re.compile(r"none|classes|clusters:.+", re.DOTALL)
 _BALANCE = fields.refuse(lambda text: not _FORMS.fullmatch(text) and f"{text!r} is not none, classes, or clusters:FILE")
 
@@ -79,10 +78,10 @@ class DataSection(Section):
     source: fields.SourceName = option(
         "folder", f"folder (your files in data.root), a dataset: {', '.join(fields.SOURCES[1:])}, or your module:Class"
     )
-    root: fields.PathText | None = option(
-        None, f"{fields.IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder", learned=False
+    root: fields.PathText | None = fields.free_option(
+        None, f"{fields.IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder"
     )
-    mixture: MixtureField = option(
+    mixture: Annotated[tuple[str, ...], BeforeValidator(_split), _FEW] = option(
         (),
         "several sources and their shares of each epoch, such as mine=0.7,theirs=0.3: folders in data.root, or paths",
     )
@@ -91,16 +90,14 @@ class DataSection(Section):
         "classes, or clusters:FILE (a .csv of name,cluster): those of a source are drawn equally often",
         by_content=True,
     )
-    download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
+    download: bool = fields.free_option(False, "let torchvision download its data set into data.root")
     global_batch: fields.BatchSize = option(512, "images of an optimizer step, over all ranks and micro-batches")
-    workers: fields.Few | None = option(None, "loading processes of each rank; none: as the cores allow", learned=False)
-    cache_gib: fields.CacheGib = option(
-        0.0,
-        "GiB of memory on each machine for decoded files, shared by its ranks; worth it for small images; 0: none",
-        learned=False,
+    workers: fields.Few | None = fields.free_option(None, "loading processes of each rank; none: as the cores allow")
+    cache_gib: fields.CacheGib = fields.free_option(
+        0.0, "GiB of memory on each machine for decoded files, shared by its ranks; worth it for small images; 0: none"
     )
-    remote_cache_gib: fields.CacheGib = option(
-        0.0, "GiB of disk on each machine for images from buckets and web servers; 0: none", learned=False
+    remote_cache_gib: fields.CacheGib = fields.free_option(
+        0.0, "GiB of disk on each machine for images from buckets and web servers; 0: none"
     )
     augment: Literal["device", "worker"] = option(
         "device",
@@ -114,8 +111,8 @@ class DataSection(Section):
         None, "mean of each channel, black is 0 and white 1; none: as the weights say, ImageNet's or measured"
     )
     std: fields.ChannelsField | None = option(None, "standard deviation of each channel; none: as for data.mean")
-    max_bad_fraction: fields.Fraction01 = option(
-        0.01, "largest share of unreadable images: beyond it the run stops; 0: at the first one", learned=False
+    max_bad_fraction: fields.Fraction01 = fields.free_option(
+        0.01, "largest share of unreadable images: beyond it the run stops; 0: at the first one"
     )
 
     @property
@@ -190,18 +187,13 @@ class CropsSection(Section):
     mask_hides: bool = option(
         True, "whether the student's patches are hidden; false: it sees them, and still predicts them (distillation)"
     )
-    resolutions: fields.Resolutions = option(
+    resolutions: Annotated[tuple[str, ...], BeforeValidator(fields.split_words)] = option(
         (), "crop sizes from which each step draws one: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, ..."
     )
-    idle: ClassVar = {
-        "crops.num_local 0": "crops.local_size crops.local_scale",
-        "crops.resolutions !": "crops.local_size",
-        "crops.mask none": "crops.mask_share crops.mask_ratio",
-    }
-    refused: ClassVar = {
-        "crops.mask none": "crops.mask_hides",
-        "objective.ibot_weight 0, objective.terms {}": "crops.mask",
-    }
+    idle: ClassVar = {"crops.num_local 0": "crops.local_size crops.local_scale"}
+    idle |= {"crops.resolutions !": "crops.local_size", "crops.mask none": "crops.mask_share crops.mask_ratio"}
+    refused: ClassVar = {"crops.mask none": "crops.mask_hides"}
+    refused |= {"objective.ibot_weight 0, objective.terms {}": "crops.mask"}
 
     @property
     def augmentation(self) -> Augmentation:
@@ -294,13 +286,9 @@ class ObjectiveSection(Section):
         "objective.koleo_weight 0": "objective.koleo_ranks",
         "objective.ibot_weight 0": "objective.ibot_head",
     }
-    refused: ClassVar = {
-        "objective.centering sinkhorn": "objective.center_momentum",
-        "objective.dino_weight 0": "objective.dino_local_weight",
-        "crops.num_local 0": "objective.dino_local_weight",
-        "objective.ibot_weight 0": "ibot_head",
-        "objective.ibot_head shared": "ibot_head",
-    }
+    refused: ClassVar = {"objective.centering sinkhorn": "objective.center_momentum"}
+    refused |= dict.fromkeys(("objective.dino_weight 0", "crops.num_local 0"), "objective.dino_local_weight")
+    refused |= dict.fromkeys(("objective.ibot_weight 0", "objective.ibot_head shared"), "ibot_head")
 
 
 class OptimizerSection(Section):
@@ -330,11 +318,9 @@ class OptimizerSection(Section):
     momentum: fields.BelowOne = option(0.9, "momentum of muon, sgd and lars")
     scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "length of Muon's steps as a multiple of AdamW's")
     idle: ClassVar = {"optimizer.warmup 0": "optimizer.warmup_shape", "optimizer.schedule constant": "optimizer.min_lr"}
-    refused: ClassVar = {
-        "optimizer.kind adamw": "optimizer.momentum",
-        "optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps",
-        "optimizer.kind !muon": "optimizer.scale",
-    }
+    refused: ClassVar = {"optimizer.kind adamw": "optimizer.momentum"}
+    refused |= {"optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps"}
+    refused |= {"optimizer.kind !muon": "optimizer.scale"}
 
 
 def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
@@ -377,6 +363,5 @@ def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -
 def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
     """(global, local) sizes of crops for images of `side` pixels, multiples of the patch: global ones of `most` pixels
     at most, local ones in DINO's ratio of 96 to 224, or half of the global ones if `most` is below 224."""
-    large = max(2, min(most, side) // patch) * patch
-    share = 0.5 if most < 224 else 96 / 224
+    large, share = max(2, min(most, side) // patch) * patch, 0.5 if most < 224 else 96 / 224
     return large, min(max(1, round(share * large / patch)) * patch, large - patch)

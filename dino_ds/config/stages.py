@@ -126,8 +126,7 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
-    by_section = not key.startswith("eval.")
-    option = options_of(Recipe).get(key)
+    by_section, option = not key.startswith("eval."), options_of(Recipe).get(key)
     return not (by_section if option is None else option.fact("learned", by_section))
 
 
@@ -168,8 +167,7 @@ def split_place(value: str) -> tuple[str, str]:
 
 def load_run_recipe(run_dir: Path) -> Recipe:
     """The recipe in a run folder's config.yaml. Raises ConfigError, and CheckpointError for a run of another format."""
-    path = run_dir / "config.yaml"
-    remedy = "continue it with the dino_ds that began it, or begin another run"
+    path, remedy = run_dir / "config.yaml", "continue it with the dino_ds that began it, or begin another run"
     check_format(read_yaml(str(path)).get("format"), path, remedy)
     return recorded_recipe(path)
 
@@ -242,8 +240,7 @@ class Request:
         self.settings.allow_code()
         stage_from, resumes = self.options.get("from"), self.options.get("resume", False) is not False
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
-        recorded = run_dir / "config.yaml"
-        by_own = self.config is None and origin is None
+        recorded, by_own = run_dir / "config.yaml", self.config is None and origin is None
         if resumes and recorded.is_file() and (by_own or load_run_recipe(run_dir).stage_start is not None):
             recipe = self.applied_to(own_recipe(run_dir, self.recipe, self.notes), forget=False)
             if recipe.stage_start is None:

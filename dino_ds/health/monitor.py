@@ -31,13 +31,9 @@ from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError, UserError
 from dino_ds.health import processes
 from dino_ds.health.beat import Beat, Disk, Failure, Heartbeat, Heartbeats, append_line, describe_hang, last_checkpoint
 
-_EXIT_SECONDS = 10.0  # time for a monitor to write the last heartbeat
 _CAUSE_SECONDS = 3.0  # for the first rank to fail, or its monitor, to say why; peers notice within milliseconds
-_CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket|"
-    r"process group|store",
-    re.IGNORECASE,
-)
+_CONNECTION = "connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket"
+_CONNECTION += "|process group|store"
 
 
 def longest_wait(hang_seconds: float) -> float:
@@ -77,7 +73,7 @@ def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> 
         beat.left = True
         monitor.stdin.close()
         try:
-            monitor.wait(_EXIT_SECONDS)
+            monitor.wait(10.0)  # for the last heartbeat
         except subprocess.TimeoutExpired:
             monitor.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -182,14 +178,12 @@ def is_connection_error(error: BaseException) -> bool:
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True
-    return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and re.search(_CONNECTION, str(error), re.IGNORECASE) is not None
 
 
 PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
-_GRACE_SECONDS = 4.0  # time for a rank to end by itself after another rank has failed
 _CONNECT_SECONDS = 2.0
-PEER_LOST = 6
 
 
 class MonitorArguments(NamedTuple):
@@ -245,7 +239,7 @@ class MonitorProcess:
                 self._end_rank()
                 self._say(self._taken_over)
             elif self._failure is not None:  # another rank's: this one may end in time by itself
-                if not self._rank.is_gone(_GRACE_SECONDS) and not self._beat.ended:
+                if not self._rank.is_gone(4.0) and not self._beat.ended:
                     if self._failure.kind == "hang":
                         self._write_stacks()
                     self._end_rank()
@@ -306,7 +300,8 @@ class MonitorProcess:
     def _report(self, kind: str, message: str) -> None:
         """Report a failure, unless another rank or its monitor has; each does if the disk does not answer."""
         message = f"{message}; {last_checkpoint(self._run_dir)}"
-        failure = Failure(self._arguments.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
+        who = self._arguments.rank, socket.gethostname(), self._beat.step
+        failure = Failure(*who, kind, PeerError.exit_code, message)
         if not self._beat.listed or self._heartbeats.claim(failure) is not False:
             self._say(message)
 
@@ -331,8 +326,7 @@ class MonitorProcess:
 
 
 def main() -> None:
-    # Signals are for the rank to handle; the monitor ends with it.
-    for number in (*STOP_SIGNALS, signal.SIGQUIT):
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # signals are for the rank to handle; the monitor ends with it
         signal.signal(number, signal.SIG_IGN)
     MonitorProcess(MonitorArguments(*json.loads(sys.argv[1]))).run()
     os._exit(0)  # a thread may still be waiting for a dead disk

@@ -27,7 +27,6 @@ from dino_ds.health.beat import Beat, create_exclusively
 PATIENCE = 3  # factor on `hang_seconds` for start-up, the first step, saves and evaluations
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
-_STACKS_SECONDS = 2.0
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh")
 _SSHD = ("sshd", "sshd-session")
 _LEAVES_JOBS = (*_SHELLS, *_SSHD, "su", "sudo", "screen", "tmux: server")  # may end before what they have started
@@ -177,8 +176,7 @@ class RankProcess:
         """The stacks of all the rank's threads, or a line with its state if it writes none."""
         before = os.fstat(self._stacks).st_size
         send_signal(self.pid, STACKS_SIGNAL)
-        end = time.monotonic() + (0.0 if self.stopped else _STACKS_SECONDS)
-        size = before
+        end, size = time.monotonic() + (0.0 if self.stopped else 2.0), before
         while time.monotonic() < end:
             time.sleep(0.1)
             previous, size = size, os.fstat(self._stacks).st_size
@@ -196,7 +194,6 @@ class RankProcess:
 
 
 STALE_SECONDS = 60.0  # a lock of another machine is stale if it has not been touched for this long
-_TRIES = 20
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ class RunLock:
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir()
                     self._made.append(folder)
-            for _ in range(_TRIES):
+            for _ in range(20):
                 with self._alone():
                     if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
                         return note

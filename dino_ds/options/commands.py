@@ -270,8 +270,7 @@ def _row(option: Option) -> tuple[str, str, str]:
 
 
 def _rows(rows: list[tuple[str, str, str]], width: int = 110) -> list[str]:
-    left = max(len(name) for name, _, _ in rows) + 2
-    lines = []
+    left, lines = max(len(name) for name, _, _ in rows) + 2, list[str]()
     for name, default, description in rows:
         text = textwrap.wrap(f"{description} ({default})" if default else description, width - left - 2)
         lines += [f"  {name:<{left}}{text[0]}", *(" " * (left + 2) + line for line in text[1:])]

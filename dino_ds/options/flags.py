@@ -39,8 +39,7 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
         try:
             if command is TRAIN:
                 options = _with_run_folder(options, request)
-                resumed = f"{options.run_dir}/config.yaml"
-                of_recipe = request.settings.values
+                resumed, of_recipe = f"{options.run_dir}/config.yaml", request.settings.values
                 names_images = of_recipe.get("data.root") or of_recipe.get("data.source", "folder") != "folder"
                 resumes = options.resume is not False and options.from_ is None and is_file(resumed)
                 # A shipped recipe that names no images only chooses which run to resume.

@@ -44,10 +44,8 @@ _LOAD_CURES = {
     "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
 }
 _ANSWER_SECONDS = 180  # enough to import torch from a cold network disk
-_FORM = (
-    "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "
-    "ports and IPv6 addresses belong into ~/.ssh/config"
-)
+_FORM = "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "
+_FORM += "ports and IPv6 addresses belong into ~/.ssh/config"
 _LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,252})[ \t]+slots=([0-9]{1,4})[ \t]*(#.*)?", re.ASCII)
 
 
@@ -95,8 +93,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
     kept = {key: value for key, value in ds.items() if key not in sizes}
     config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
     if config.performance.compile != "off":
-        path = shutil.which("g++")
-        cure = "dino_ds.compile needs a compiler: apt-get install g++"
+        path, cure = shutil.which("g++"), "dino_ds.compile needs a compiler: apt-get install g++"
         yield make_finding("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
     yield from look_at_gpus(config.precision)
     import torch

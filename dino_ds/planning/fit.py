@@ -36,10 +36,8 @@ class Gpu(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """`nodes` machines with `gpus` cards of the same kind in each."""
-
     gpu: Gpu
-    gpus: int
+    gpus: int  # of a node
     nodes: int
 
     @property

@@ -153,12 +153,9 @@ def _page(result: dict[str, Any]) -> str:
         rows["libraries' part, MiB"] = [f"{s['imports_mib']:.0f}" for s in settings]
     for part in (*PARTS, "other"):
         rows[f"part: {part}"] = [f"{100 * s['parts'][part]:.1f} %" for s in settings]
-    lines = [
-        measure.heading("bench step", result),
-        markdown_table(["", *(s["name"] for s in settings)], [(name, *cells) for name, cells in rows.items()]),
-        "",
-        f"{measure.clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model",
-    ]
+    table = [(name, *cells) for name, cells in rows.items()]
+    lines = [measure.heading("bench step", result), markdown_table(["", *(s["name"] for s in settings)], table), ""]
+    lines += [f"{measure.clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model"]
     if "trace" in settings[0]:
         lines += ["", settings[0]["operators"], f"{settings[0]['trace']}: open it in ui.perfetto.dev"]
     if "ratio" in result:
