@@ -205,8 +205,7 @@ def check_absent(path: Path, how: str = "name another with --out") -> None:
 
 
 def free_stem(named: str | None, default: Path, endings: Sequence[str]) -> str:
-    """`named`, or else `default`, for files of these endings of which none exists; `default` gets a number from 2 where
-    it is taken. Raises ConfigError for a file that exists of `named`."""
+    """`named`, or `default`, with a number where it is taken. Raises ConfigError where files of `named` exist."""
     stem, number = os.path.expanduser(named or default), 1
     while named is None and any(os.path.lexists(f"{stem}{ending}") for ending in endings):
         number += 1

@@ -57,8 +57,7 @@ def resident_gib() -> float:
 
 
 def own_processes() -> list[psutil.Process]:
-    """This process and all its descendants, by the kernel's own lists where it has them: psutil would look at every
-    process of the machine, thousands on a node with many cores."""
+    """This process and all its descendants by the kernel's lists: psutil would look at each process of the machine."""
     processes, pids = list[psutil.Process](), [os.getpid()]
     if not os.path.exists(f"/proc/{pids[0]}/task/{pids[0]}/children"):
         return [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -99,8 +98,7 @@ _RESOLVE_SECONDS = 20.0  # a cluster makes its first machine's name known while 
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the variables of a rank are missing, out of range, or name a machine that is not known.
-    Without RANK there is one process, which needs none of them."""
+    """Raise ConfigError if variables of a rank are missing or wrong, or name an unknown machine; none without RANK."""
     variables = {name: environment[name] for name in _NEEDED if environment.get(name)}
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":

@@ -52,8 +52,7 @@ class Checkpoints:
 
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
         """Choose the checkpoint of step `wanted` or the newest intact one, of the run `run_id`; all ranks must call it.
-        `accept` raises CheckpointError for a checkpoint that cannot be resumed. Raises CheckpointError on all ranks if
-        there are checkpoints and none is intact, or `wanted` is absent or damaged."""
+        Raises CheckpointError on all if none is intact, or `accept` does for one that can't be resumed."""
         steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
             raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
@@ -208,8 +207,7 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 
 class SaveCost(NamedTuple):
-    """The cost of the last checkpoint, the same on all ranks. stall_seconds: how long training stood still, on the
-    slowest rank; seconds: time until the commit; bytes: size on all ranks."""
+    """Of the last checkpoint, on all ranks alike: time that training stood still, time until the commit, size."""
 
     stall_seconds: float
     seconds: float
@@ -256,8 +254,7 @@ class Saving:
         wait: bool,
     ) -> list[str]:
         """Save this rank's `tensors` and `whole`, which all ranks hold; returns lines for the log. `manifest`: fields
-        of Manifest without layouts and files. With `wait` the save is committed on return. Raises StorageError on all
-        ranks if that fails, or if it was the third save in a row that failed."""
+        of Manifest without layouts and files. With `wait` it is committed on return, or StorageError raised."""
         lines: list[str] = []
         if self._pending is not None and self._pending.manifest != manifest:
             lines += self._wait_and_commit(must=False)

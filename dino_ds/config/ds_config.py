@@ -65,7 +65,7 @@ def check_ds_config(
 ) -> tuple[int, int]:
     """Micro-batch and accumulation by `config` of `load_ds_config`, whose product with the ranks is `global_batch`.
     Raises ConfigError if there are none, or for what this device or these batches don't go with."""
-    if _precision(config) == "fp16" and not fp16_supported:
+    if config.get("fp16", {}).get("enabled") and not fp16_supported:
         cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
     micro, accumulation = _batches(config, path, global_batch, world_size)
@@ -86,7 +86,8 @@ def resolve_ds_config(
 ) -> ds_schema.DsConfig:
     """Decide every "auto" in `config` for `world_size` ranks and `parameters`. Raises as `check_ds_config` does."""
     micro, accumulation = check_ds_config(config, path, global_batch, world_size, fp16_supported)
-    raw, precision = copy.deepcopy(config), _precision(config)
+    raw = copy.deepcopy(config)
+    precision = next((name for name in ("fp16", "bf16") if raw.get(name, {}).get("enabled")), "fp32")
     raw |= {"train_batch_size": global_batch, "train_micro_batch_size_per_gpu": micro}
     raw["gradient_accumulation_steps"] = accumulation
     zero, notes = raw.setdefault("zero_optimization", {"stage": 0}), []
@@ -134,10 +135,6 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config
-
-
-def _precision(config: dict[str, Any]) -> str:
-    return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
 
 
 def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:

@@ -125,9 +125,10 @@ class ModelSection(Section):
             raise ValueError(f"model.arguments has no effect: {how}")
         if "drop_path_rate" in json.loads(self.arguments):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
-        for key in keys_not_obeyed(spec):
-            if (value := getattr(self, key)) != ModelSection.model_fields[key].default:
-                why = f"is for {_NOT_OF_ALL[key]}: {self.backbone} has no use for it; leave it out"
+        for key, networks in _NOT_OF_ALL.items():
+            value = getattr(self, key)
+            if key not in spec.obeys and value != ModelSection.model_fields[key].default:
+                why = f"is for {networks}: {self.backbone} has no use for it; leave it out"
                 raise ValueError(f"model.{key} {value} {why}")
         if problem := self.spec().problem:
             raise ValueError(problem)
@@ -161,15 +162,12 @@ _NOT_OF_ALL = {  # for each key that some backbones ignore, the networks that ob
 }
 
 
-def keys_not_obeyed(spec: BackboneSpec) -> list[str]:
-    return [key for key in _NOT_OF_ALL if key not in spec.obeys]
-
-
 def keys_not_of(backbone: object) -> list[str]:
     """Keys of another network's recipe that `backbone` can't take over: arguments, and keys without effect on it."""
     keys = ["arguments"]
     with contextlib.suppress(ValueError):  # the schema refuses an unknown name
-        keys += [] if backbone == FROM_SOURCE else keys_not_obeyed(backbone_spec(str(backbone)))
+        obeyed = _NOT_OF_ALL if backbone == FROM_SOURCE else backbone_spec(str(backbone)).obeys
+        keys += [key for key in _NOT_OF_ALL if key not in obeyed]
     return [f"model.{key}" for key in keys]
 
 

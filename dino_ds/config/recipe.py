@@ -100,8 +100,7 @@ class Recipe(Section):
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """The crop groups of an image, in order, and the networks that see them; of several resolutions, those of the
-        largest, for which memory must suffice."""
+        """The crop groups of an image; of several resolutions the largest, for which memory must suffice."""
         return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:

@@ -309,8 +309,7 @@ def split_origin(origin: str) -> tuple[Path, int | None]:
 
 
 class ModelFolder(NamedTuple):
-    """The folder of a model, which may be a run's, and the `name` that marks results of another teacher than the
-    newest: "step_00000500" for a checkpoint, "best_teacher" for that file, else ""."""
+    """A model's folder, a run's or not; `name` marks another teacher than the newest: step_00000500, best_teacher."""
 
     folder: Path
     name: str
@@ -354,12 +353,6 @@ def missing_model(model: str) -> CheckpointError:
     near = near_run(model) or f".{names.did_you_mean(model, BACKBONES)}"
     how = names.weights_elsewhere(model) or f"give {names.MODEL_FORMS}{near}"
     return CheckpointError(f"{one_line(model, 300)} does not exist; {how}")
-
-
-def check_model_path(model: str) -> None:
-    """Raises CheckpointError for a path to a missing model, before torch is loaded; timm's names have no slash."""
-    if "/" in model and not os.path.lexists(os.path.expanduser(model)):
-        raise missing_model(model)
 
 
 def check_may_begin(run_dir: Path, resume: Resume) -> None:

@@ -45,8 +45,7 @@ def estimate_memory(
     recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0, exact: bool = True
 ) -> Memory:
     """Estimate the peak memory of a step on each of `world_size` devices; exact: as in `step_costs`. Without a GPU,
-    offloaded tensors count too, and `libraries`: bytes of the process before it builds anything. Raises NotEstimated.
-    """
+    offloaded tensors count too, and `libraries`, the process's bytes before it builds. Raises NotEstimated."""
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     sizes, trained = facts.sizes, facts.trained
     total = sum(trained.values())

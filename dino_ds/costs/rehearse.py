@@ -222,8 +222,7 @@ def rehearse(
     on_gpu: bool,
     recorder: Callable[[Iterable[Tensor]], Recorder] = Recorder,
 ) -> dict[str, Any]:
-    """Rehearse a micro-batch of `images` with the crops `groups`, and return its `StepCosts` as plain JSON. recorder:
-    makes the recorder of the step, from the tensors that exist before it."""
+    """Rehearse a micro-batch of `images` with the crops `groups`; returns its `StepCosts` as plain JSON."""
     _read_widths(recipe, settings.frozen)
     if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
         for _ in range(2):  # the first collection may release another engine

@@ -93,8 +93,7 @@ def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, floa
 
 
 def model_flops(recipe: Recipe) -> dict[str, float]:
-    """FLOPs per image by part, in micro-batches of two, of the whole model, as is usual for MFU: with every branch and
-    all tokens of the last block, and without recomputation. Raises NotEstimated."""
+    """FLOPs per image by part, of the whole model with every branch, as is usual for MFU. Raises NotEstimated."""
     model = recipe.model.model_copy(update={"drop_path": 0.0})
     whole = recipe.model_copy(update={"model": model})
     config = DsConfig({}, 2, 1, 0, "fp32", False, 0.0, 0, PerformanceOptions(cls_only_last_block=False))

@@ -24,9 +24,8 @@ LIMIT_SECONDS = 5.0  # longest time that a file operation may hold up a process:
 
 
 class Event(str):
-    """A line of a run's log that also tells programs what happened: an object of events.jsonl. kind: what happened; by
-    default the line's first word, if it is padded to nine letters, as "warning" is. detail: whether the screen shows
-    the line only with --verbose; the run's files always have it."""
+    """A line of a run's log that also tells programs what happened: an object of events.jsonl. kind: by default the
+    first word of a line that pads it to nine letters. detail: whether the screen shows it only with --verbose."""
 
     def __new__(cls, line: str, kind: str = "", detail: bool = False, **facts: Any) -> Event:
         event = super().__new__(cls, line)
@@ -212,8 +211,7 @@ class Failure:
 
 
 class Heartbeats:
-    """The files of RUN/heartbeats, a new folder for each start of a run. Reading and writing never raise for files that
-    a dying run leaves behind, and wait for the disk for a limited time."""
+    """The files of RUN/heartbeats, new for each start of a run; waits for the disk for a limited time, never raises."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
@@ -221,8 +219,7 @@ class Heartbeats:
         self.disk = Disk()
 
     def prepare(self) -> None:
-        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError. The folder of an earlier
-        start is kept until `forget_earlier` or `bring_back_earlier`."""
+        """Make a new, empty folder, on rank 0, beside the earlier start's, which is kept. Raises OSError."""
         new = self._run_dir / "heartbeats.new"
         for left_over in (new, self._before):
             discard(left_over)

@@ -85,8 +85,7 @@ def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> 
 
 
 class Failures:
-    """Reports how one rank of a run ends: to its monitor and, once `beat.listed`, to the other ranks. Exactly one rank
-    prints the first failure; the others end with its exit code, silently."""
+    """Reports how a rank ends: to its monitor and, once `beat.listed`, to the others: one prints the first failure."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
@@ -112,7 +111,7 @@ class Failures:
         except Exception as error:
             if self._world_size > 1 and is_connection_error(error):
                 raise self._peer_error(error) from error
-            self._claim(1, f"{type(error).__name__}: {_first_line(error)}")
+            self._claim(1, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
             raise
         except BaseException as error:  # KeyboardInterrupt: not by Ctrl-C, which is a request to stop by then
             self._claim(1, f"{type(error).__name__} at step {self._beat.step} ({self._beat.where})")
@@ -160,17 +159,13 @@ class Failures:
             peer.exit_code, peer.said_by_me = failure.code, False
             self._beat.end("stopped" if failure.code == STOPPED else "error")
             return peer
-        reason = _first_line(error) or type(error).__name__
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         where = f"at step {self._beat.step} ({self._beat.where})"
         lost = f"the connection to another rank was lost {where}: {reason[:200]}"
         peer = PeerError(f"{lost}; {last_checkpoint(self._run_dir)}")
         claimed = self._claim(peer.exit_code, str(peer))
         peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
         return peer
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -187,8 +182,7 @@ _CONNECT_SECONDS = 2.0
 
 
 class MonitorArguments(NamedTuple):
-    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks.
-    starters: pid and ticks of the processes that the rank must not outlive."""
+    """A monitor's command line, as JSON; beat, stacks: file descriptors; starters: processes not to outlive."""
 
     rank: int
     world_size: int

@@ -129,14 +129,12 @@ class Standstill:
         self.moves, self.seconds = (-1, 0), 0.0
 
     def add(self, seconds: float) -> None:
-        """Look at the rank again, `seconds` after the last look."""
         if self.moved():
             self.moves, self.seconds = (self._beat.moves, self._beat.ticks), 0.0
         else:
             self.seconds += seconds
 
     def moved(self) -> bool:
-        """Whether the rank has made progress since the last look."""
         return self.moves != (self._beat.moves, self._beat.ticks)
 
     def limit(self, hang_seconds: float) -> float:
@@ -216,9 +214,8 @@ class RunLock:
         self._made: list[Path] = []
 
     def acquire(self) -> str:
-        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "". Raises
-        ConfigError if a running process holds it, or the folder can't be made or written to. Of several processes that
-        try at the same moment exactly one succeeds."""
+        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "". Of several
+        processes one succeeds. Raises ConfigError if a running one holds it, or the folder can't be written to."""
         mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), find_process(self._pid).ticks)
         note = ""
         try:

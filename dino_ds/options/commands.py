@@ -160,7 +160,6 @@ TRAIN = COMMANDS["train"]
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
-    """Find the command that `words` begin with; returns it and the words after it, or None."""
     for length in (2, 1):
         name = " ".join(words[:length])
         if len(words) >= length and name in COMMANDS:
@@ -202,7 +201,6 @@ rules
 
 
 def help_text(words: list[str]) -> str:
-    """Return the page of `dino-ds [COMMAND] --help [all]`."""
     if named := find_command([word for word in words if not word.startswith("-")]):
         command, rest = named
         return _short_page(command) if command.takes_recipe and "all" not in rest else _command_page(command)

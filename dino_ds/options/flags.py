@@ -193,7 +193,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def check_required(command: Command, request: Request) -> None:
-    """Raises ConfigError for an option that has no default and was not given."""
     wanted = [option for option in command.own_options if option.info.is_required()]
     for option in wanted:
         if option.name not in request.options:

@@ -192,8 +192,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
 
 
 class Situation(NamedTuple):
-    """The facts that decide. side: median of the images' shorter sides, in pixels; channels: 1 and 3 are treated alike,
-    since gray is read as RGB; gpus: their number, 0 for a CPU."""
+    """The facts that decide. side: median of the shorter sides in pixels; channels: gray is read as RGB."""
 
     images: int
     side: int
@@ -278,9 +277,8 @@ def advise(facts: Situation) -> list[Row]:
 
 
 def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) -> Iterator[tuple[str, str, float, str]]:
-    """Yield the ways to features that a CPU can take with images in color, as in the study of docs/continue.md: name,
-    what it gave there, minutes of a core, and the command or "" for the advised one. The seconds of a core for an image
-    were measured on one machine; to teach, with the largest crops that are advised."""
+    """Yield the ways to features that a CPU can take with images in color, as in docs/continue.md: name, what it gave
+    there, minutes of a core (as measured on one machine), and the command or "" for the advised one."""
     if facts.teacher is None:
         return
     of_all = ("eval.", "data.max_bad_fraction", "data.value_range")

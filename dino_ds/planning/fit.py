@@ -81,8 +81,7 @@ GPUS = {card.name: card for card in _CARDS}
 
 
 def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """Return the card of that name, or of the only name of which this is a part, with `memory_gib` if given; without a
-    name, a card of which only `memory_gib` is known. Raises ConfigError."""
+    """The card of that name or of a part of it, with `memory_gib` if given. Raises ConfigError."""
     if name is None:
         if memory_gib is None:
             raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
@@ -248,8 +247,7 @@ def recommend(
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
 ) -> tuple[Shape, dict[str, Any], DsConfig, Memory]:
     """Recommend a ds JSON, with its shape, config and memory, for the recipe's global batch, a multiple of the GPUs:
-    lowest ZeRO stage that fits, recomputation before offload, largest micro-batch. Raises ConfigError, with remedies.
-    """
+    lowest ZeRO stage that fits, recomputation before offload, largest micro-batch. Raises ConfigError."""
     changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}  # an offloaded one clips by one norm
     if recipe.optimizer.kind in COMMUNICATES_IN_STEP:  # and steps on the host, where LARS and Muon can't communicate
         changes["kind"] = "adamw"

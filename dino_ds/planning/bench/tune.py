@@ -190,8 +190,7 @@ SLOW = 0.75  # share of the highest rate below which a setting is not measured a
 
 @dataclass(frozen=True)
 class Setting:
-    """The ds JSON at `path` with `changes`. memory: of a rank by prediction, where the backbone has an estimate.
-    learned: how what is learned differs from the given recipe's by more than rounding."""
+    """The ds JSON at `path` with `changes`; memory: by prediction; learned: how what is learned differs, if it does."""
 
     name: str
     recipe: Recipe
@@ -234,8 +233,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """How far the median is uncertain, as a share of it: by the range of the trials' medians, or the interquartile
-        range of the steps over the root of their number if that is larger."""
+        """The median's uncertainty, as a share: the trials' range, or the steps' interquartile range / sqrt(number)."""
         rates, medians = [*chain(*self.rounds)], [*map(median, self.rounds)]
         low, _, high = quantiles(rates, n=4)
         return max(max(medians) - min(medians), (high - low) / math.sqrt(len(rates))) / self.images_per_second
