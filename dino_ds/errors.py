@@ -24,12 +24,9 @@ STOPPED = 75
 INTERRUPTED = 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that make a run save and stop; they often reach all of its processes at once."""
-FORWARDED_SECONDS = 2.0
-"""A second signal within this time is the first one, forwarded: terminals send Ctrl-C to launcher and ranks alike."""
+FORWARDED_SECONDS = 2.0  # a second signal within it is the first, forwarded: terminals send Ctrl-C to all processes
 
-_MEMORY = re.compile(
-    r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
-)
+_MEMORY = "out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError for a full disk, or an exhausted quota
 
 
@@ -38,6 +35,9 @@ class UserError(Exception):
     said_by_me: whether this rank prints it; None: rank 0 does, unless `Failures.settle` decides otherwise."""
 
     exit_code = 2
+
+    def __init_subclass__(cls, exit_code: int | None = None) -> None:
+        cls.exit_code = exit_code or cls.exit_code
 
     def __init__(self, *message: object, said_by_me: bool | None = None) -> None:
         super().__init__(*message)
@@ -56,22 +56,16 @@ class DataError(UserError):
     """Images are missing, unreadable or too few (exit code 2)."""
 
 
-class CheckpointError(UserError):
+class CheckpointError(UserError, exit_code=3):
     """A checkpoint is missing, damaged or of another run (exit code 3)."""
 
-    exit_code = 3
 
-
-class NumericError(UserError):
+class NumericError(UserError, exit_code=4):
     """Training stopped because its numbers went wrong: NaN/Inf loss or loss scale at its minimum (exit code 4)."""
 
-    exit_code = 4
 
-
-class StorageError(UserError):
+class StorageError(UserError, exit_code=5):
     """The disk is full or can't be written to (exit code 5)."""
-
-    exit_code = 5
 
 
 def unwritable(target: object, error: OSError, option: str = "run_dir") -> StorageError:
@@ -79,22 +73,16 @@ def unwritable(target: object, error: OSError, option: str = "run_dir") -> Stora
     return StorageError(f"{target} can't be written: {error.strerror or error}: make room, or give another --{option}")
 
 
-class PeerError(UserError):
+class PeerError(UserError, exit_code=6):
     """A rank hangs or is gone (exit code 6)."""
 
-    exit_code = 6
 
-
-class OutOfMemory(UserError):
+class OutOfMemory(UserError, exit_code=7):
     """Memory of a GPU or of the host ran out (exit code 7): a new start would only repeat it."""
 
-    exit_code = 7
 
-
-class Stopped(UserError):
+class Stopped(UserError, exit_code=STOPPED):
     """A run that was started from Python by `dino_ds.train` was stopped on request and saved (exit code 75)."""
-
-    exit_code = STOPPED
 
 
 @contextmanager
@@ -112,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and re.search(_MEMORY, str(error), re.IGNORECASE) is not None
 
 
 def one_line(error: object, most: int = 160) -> str:
@@ -122,8 +110,7 @@ def one_line(error: object, most: int = 160) -> str:
 
 
 def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:
-    """The lines of an error for a terminal: printable, of bounded length, at most ten unless `all_of_them`. What a
-    message quotes comes from files and may hold anything."""
+    """The lines of an error for a terminal: printable, of bounded length, at most ten unless `all_of_them`."""
     lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in message.splitlines()]
     lines = [line if len(line) <= 1000 else f"{line[:500]} ... {line[-500:]}" for line in lines]
     if all_of_them or len(lines) <= 10:

@@ -90,8 +90,7 @@ def is_url(text: str) -> bool:
 
 
 def unusable_text(text: str) -> str:
-    """Why `text` cannot be a path, for a message; "" if it can. A URL must hold no password and no signature, as it is
-    written into recipes, logs and checkpoints."""
+    """Why `text` cannot be a path, for a message; "" if it can. A URL, which logs repeat, must hold no password."""
     if is_url(text) and re.search(r"://[^/]*@|[?#]", text):
         why = "which would be written into logs and checkpoints: leave it out; drivers find credentials by themselves"
         return f"an address of {text.partition(':')[0]}:// has a password, a query or a fragment (@ ? #), {why}"
@@ -206,8 +205,7 @@ def check_absent(path: Path, how: str = "name another with --out") -> None:
 
 
 def free_stem(named: str | None, default: Path, endings: Sequence[str]) -> str:
-    """`named`, or else `default`, for files of these endings of which none exists; `default` gets a number from 2 where
-    it is taken. Raises ConfigError for a file that exists of `named`."""
+    """`named`, or `default`, with a number where it is taken. Raises ConfigError where files of `named` exist."""
     stem, number = os.path.expanduser(named or default), 1
     while named is None and any(os.path.lexists(f"{stem}{ending}") for ending in endings):
         number += 1

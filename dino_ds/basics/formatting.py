@@ -50,7 +50,6 @@ def range_text(values: Sequence[float]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with padded columns, all but the first aligned to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
     table = [

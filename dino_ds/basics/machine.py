@@ -18,12 +18,10 @@ import psutil
 
 from dino_ds.errors import ConfigError
 
-_CONTAINERS = (
+_CONTAINERS = (  # of version 2 and 1: folder, files of limit and of memory in use, prefix of names in memory.stat
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Control groups of version 2 and 1: folder, files of the limit and of the memory in use, prefix of names in
-memory.stat."""
 _LONGEST_TMPDIR = 60  # in bytes, which leaves room for a socket's name: the whole path may have 107
 _random = random.SystemRandom()  # a fixed seed would give two jobs of a machine the same port
 
@@ -49,8 +47,7 @@ def has_accelerator_files() -> bool:
 
 
 def resident_gib() -> float:
-    """Resident memory of this process and all its descendants, in GiB; shared pages (code, batches, cached images)
-    count only as far as this process has them."""
+    """Resident memory of this process and all its descendants in GiB; of shared pages only what this process has."""
     process, *children = own_processes()
     resident = process.memory_info().rss
     for child in children:
@@ -60,8 +57,7 @@ def resident_gib() -> float:
 
 
 def own_processes() -> list[psutil.Process]:
-    """This process and all its descendants, by the kernel's own lists where it has them: psutil would look at every
-    process of the machine, thousands on a node with many cores."""
+    """This process and all its descendants by the kernel's lists: psutil would look at each process of the machine."""
     processes, pids = list[psutil.Process](), [os.getpid()]
     if not os.path.exists(f"/proc/{pids[0]}/task/{pids[0]}/children"):
         return [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -84,8 +80,7 @@ def find_free_port() -> int:
 
 
 def shorten_socket_names() -> None:
-    """Let this process and its children put their sockets into /tmp where TMPDIR is too long for a socket's name.
-    Raises ConfigError where /tmp can't be written to."""
+    """Put this process's and its children's sockets into /tmp where TMPDIR is too long for them. Raises ConfigError."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in config or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_TMPDIR:
         return
@@ -103,8 +98,7 @@ _RESOLVE_SECONDS = 20.0  # a cluster makes its first machine's name known while 
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the variables of a rank are missing, out of range, or name a machine that is not known.
-    Without RANK there is one process, which needs none of them."""
+    """Raise ConfigError if variables of a rank are missing or wrong, or name an unknown machine; none without RANK."""
     variables = {name: environment[name] for name in _NEEDED if environment.get(name)}
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":
@@ -123,9 +117,8 @@ def check_ranks(environment: Mapping[str, str]) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= until:
-                unknown = (
-                    f"is not a machine known to {socket.gethostname()} ({getattr(error, 'strerror', None) or error})"
-                )
+                why = getattr(error, "strerror", None) or error
+                unknown = f"is not a machine known to {socket.gethostname()} ({why})"
                 how = "give the name or address of the machine of rank 0 (deepspeed and torchrun: --master_addr)"
                 raise ConfigError(f"MASTER_ADDR {host!r} {unknown}: {how}") from None
         time.sleep(1.0)

@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
-"""Letters of a ViT's size -> the size in timm's names."""
+SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}  # as in timm's names
 MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
-"""The ways to name a model."""
 BEST_TEACHER = "best_teacher.safetensors"  # the file in a run folder with the teacher that was the best by one metric
 _MOST_QUOTED = 100
 
@@ -49,7 +47,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def suggestion(near: list[str]) -> str:
-    """The words " Did you mean a, b or c?" for the names in `near`, or "" for none."""
     return f" Did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?" if near else ""
 
 
@@ -58,13 +55,11 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     if len(name) > _MOST_QUOTED:
         return []  # a word of thousands of letters is no slip, and takes seconds to compare
     words, leaf = name.lower().replace("-", "_"), name.rpartition(".")[2].lower().replace("-", "_")
-    scores = {
-        other: max(
-            difflib.SequenceMatcher(None, words, other.lower()).ratio(),
-            0.95 * difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2].lower()).ratio(),
-        )
-        for other in known
-    }
+    scores = dict[str, float]()
+    for other in known:
+        whole = difflib.SequenceMatcher(None, words, other.lower()).ratio()
+        of_leaf = difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2].lower()).ratio()
+        scores[other] = max(whole, 0.95 * of_leaf)
     least = max(0.7, max(scores.values(), default=0.0) - 0.08)
     return sorted((other for other, score in scores.items() if score >= least), key=lambda other: -scores[other])[:3]
 

@@ -23,7 +23,6 @@ def allow_code(texts: Iterable[object]) -> None:
 
 
 def code_in(texts: Iterable[object]) -> list[str]:
-    """Each MODULE:NAME in `texts`."""
     return [name for text in texts for name in re.findall(r"[\w.]+:\w+", str(text))]
 
 
@@ -46,8 +45,7 @@ def check_allowed(key: str, path: str) -> None:
 
 def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
     """Import the object that `path` names as MODULE:NAME, from Python's path or the current folder. key: the recipe's
-    key with this path; kind: words for the objects that `is_kind` accepts: no others are ever called. Raises
-    ConfigError, also for a path that only a file names."""
+    key with this path; kind: words for what `is_kind` accepts: no others are called. Raises ConfigError."""
     check_allowed(key, path)
     module_name, _, name = path.partition(":")
     # The main program may define the object; a source only in a script, which loader processes import.
@@ -80,7 +78,6 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
 
 
 def is_own(part: object) -> bool:
-    """Whether the class of an object is not dino_ds's."""
     return type(part).__module__.partition(".")[0] != "dino_ds"
 
 
@@ -92,8 +89,7 @@ def default_dtype() -> Any:
 
 def restore_default_dtype(before: Any) -> str:
     """Restore torch's default dtype to `before`. Returns how the user's code changed it, in words, or ""."""
-    now = default_dtype()
-    torch = sys.modules.get("torch")
+    now, torch = default_dtype(), sys.modules.get("torch")
     if torch is None or now == (before or torch.float32):
         return ""
     torch.set_default_dtype(before or torch.float32)

@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeVar
 
 PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
-"""Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp;
-student: also the cross-entropies over prototypes, which its heads compute; loss: the other terms, and the sum; center:
-the center's commit over all ranks."""
+"""Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp; student:
+also the heads' cross-entropies; loss: the other terms, and the sum; center: its commit over all ranks."""
 AUGMENTATION = "augmentation"  # within "data" on a CPU; on a GPU in a stream of its own, parallel to the step
-READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"
-"""Ranges of the loading of images, in order, before the augmentation: within "data" where they run in this process."""
+READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"  # ranges of loading, before the augmentation
 _T = TypeVar("_T")
 Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []
@@ -48,7 +46,6 @@ def tell(observer: Callable[[str], None]) -> AbstractContextManager[None]:
 
 @contextmanager
 def added(listeners: list[_T], listener: _T) -> Iterator[None]:
-    """A context in which `listener` is one of `listeners`."""
     listeners.append(listener)
     try:
         yield
@@ -58,7 +55,6 @@ def added(listeners: list[_T], listener: _T) -> Iterator[None]:
 
 @contextmanager
 def entered(listeners: list[Callable[..., AbstractContextManager[Any]]], *values: Any) -> Iterator[None]:
-    """Enter the context `listener(*values)` of all listeners."""
     with ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener(*values))

@@ -1,15 +1,15 @@
 """The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest. A
 checkpoint is written under another name, and valid once its folder is renamed. It is used only if every byte is as its
 manifest says. It has no random-number state: data, augmentation and stochastic depth follow from (seed, epoch, index).
-Checkpoints are saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank
-reports that it has written by the flags that each step exchanges anyway. All ranks decide on the commit after the same
-step, with two small host gathers."""
+It is saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank reports that
+it has written by the flags of each step; all decide on the commit after the same step, with two host gathers."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import threading
 import time
@@ -38,8 +38,6 @@ _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, or None if the run has none yet, and notes about the choice."""
-
     saved: SavedCheckpoint | None
     notes: list[str]
 
@@ -54,8 +52,7 @@ class Checkpoints:
 
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
         """Choose the checkpoint of step `wanted` or the newest intact one, of the run `run_id`; all ranks must call it.
-        `accept` raises CheckpointError for a checkpoint that cannot be resumed. Raises CheckpointError on all ranks if
-        there are checkpoints and none is intact, or `wanted` is absent or damaged."""
+        Raises CheckpointError on all if none is intact, or `accept` does for one that can't be resumed."""
         steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
             raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
@@ -101,9 +98,8 @@ class Checkpoints:
         return manifest, ""
 
     def tidy(self, step: int) -> list[str]:
-        """On rank 0, clear up before training continues from `step`; returns lines for the log. Raises OSError.
-        Half-written folders are removed. Checkpoints of later steps are set aside, and removed once training has
-        reached their step again."""
+        """On rank 0, clear up before training continues from `step`: remove half-written folders, and set checkpoints
+        of later steps aside until training has reached their step again. Returns lines for the log. Raises OSError."""
         if distributed.rank() != 0 or not self.folder.is_dir():
             return []
         for path in self.folder.iterdir():
@@ -172,7 +168,6 @@ class Checkpoints:
         discard(doomed)
 
     def _steps(self) -> list[int]:
-        """Steps of all entries of the folder that have a checkpoint's name, newest first."""
         if not self.folder.is_dir():
             return []
         matches = [match for name in os.listdir(self.folder) if (match := manifests.STEP_NAME.fullmatch(name))]
@@ -205,12 +200,6 @@ def _list(steps: list[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "none"
 
 
-def _free_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
-
-
-FAILED_SAVES_IN_A_ROW = 3
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
 _WAIT_SECONDS = 1.0
 # On top of the tensors: manifest, folders, and what a file system keeps for itself.
@@ -218,8 +207,7 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 
 class SaveCost(NamedTuple):
-    """The cost of the last checkpoint, the same on all ranks. stall_seconds: how long training stood still, on the
-    slowest rank; seconds: time until the commit; bytes: size on all ranks."""
+    """Of the last checkpoint, on all ranks alike: time that training stood still, time until the commit, size."""
 
     stall_seconds: float
     seconds: float
@@ -251,13 +239,11 @@ class Saving:
         with distributed.raise_on_all_ranks():
             if distributed.rank() == 0:
                 left = [path for path in folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
-                free = _free_bytes(next(path for path in (folder, *folder.parents) if path.is_dir()))
+                free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
                 free += sum(file.lstat().st_size for path in left for file in path.glob("*"))  # `tidy` will free it
                 if needed > free:
-                    raise StorageError(
-                        f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
-                        f"{folder.parent}: make room, or give another --run_dir"
-                    )
+                    few = f"need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in {folder.parent}"
+                    raise StorageError(f"a checkpoint and the teacher {few}: make room, or give another --run_dir")
 
     def save(
         self,
@@ -268,8 +254,7 @@ class Saving:
         wait: bool,
     ) -> list[str]:
         """Save this rank's `tensors` and `whole`, which all ranks hold; returns lines for the log. `manifest`: fields
-        of Manifest without layouts and files. With `wait` the save is committed on return. Raises StorageError on all
-        ranks if that fails, or if it was the third save in a row that failed."""
+        of Manifest without layouts and files. With `wait` it is committed on return, or StorageError raised."""
         lines: list[str] = []
         if self._pending is not None and self._pending.manifest != manifest:
             lines += self._wait_and_commit(must=False)
@@ -308,11 +293,8 @@ class Saving:
             files = self._copied(files)
         number = self._number = self._number % _NUMBERS + 1
         self._pending = PendingSave(number, manifest, layout, total, begun)
-        self._pending.start(
-            self._checkpoints.writing_folder(step),
-            files,
-            lambda good: self._flags.set("saved" if good else "save_failed", number),
-        )
+        folder = self._checkpoints.writing_folder(step)
+        self._pending.start(folder, files, lambda good: self._flags.set("saved" if good else "save_failed", number))
         return lines
 
     def _copied(self, files: manifests.Files) -> manifests.Files:
@@ -332,7 +314,7 @@ class Saving:
         free, error = 0, ""
         try:
             if distributed.rank() == 0:
-                free = _free_bytes(self._checkpoints.begin(step))
+                free = shutil.disk_usage(self._checkpoints.begin(step)).free
         except OSError as problem:
             error = f"cannot save step {step}: {problem.strerror}: {problem.filename}"
         answers = distributed.gather_objects((size, free, error))
@@ -345,11 +327,9 @@ class Saving:
         pending = self._pending
         if pending is None:
             return []
-        begun = time.perf_counter()
-        quiet = distributed.rank() != 0 or not sys.stderr.isatty()
-        with tqdm(
-            desc=f"saving step {pending.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet
-        ) as bar:
+        begun, quiet = time.perf_counter(), distributed.rank() != 0 or not sys.stderr.isatty()
+        title = f"saving step {pending.step}"
+        with tqdm(desc=title, bar_format="{desc}: {elapsed}", leave=False, disable=quiet) as bar:
             while not all(distributed.gather_objects(pending.is_written(_WAIT_SECONDS))):
                 bar.update()
         pending.stalled += time.perf_counter() - begun
@@ -388,7 +368,7 @@ class Saving:
 
     def _reason(self, pending: PendingSave, error: OSError) -> UserError:
         if error.errno in NO_SPACE:
-            free = _free_bytes(self._checkpoints.folder)
+            free = shutil.disk_usage(self._checkpoints.folder).free
             return StorageError(self._no_space(pending.step, pending.bytes, free))
         return _explained(f"cannot save step {pending.step}", error, self._checkpoints.folder)
 
@@ -403,14 +383,13 @@ class Saving:
         self._failures += 1
         if must:
             raise reason
-        limit = FAILED_SAVES_IN_A_ROW
+        limit = 3
         if self._failures >= limit:
             raise type(reason)(f"{reason}; {limit} saves in a row have failed")
         line = f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"
         return [Event(line, "save failed", step=step)]
 
     def _start_tasks(self, folder: Path, step: int) -> None:
-        """Start the work of rank 0 after a commit: remove older checkpoints, then run `finish`."""
         before = self._tasks
 
         def work() -> None:
@@ -443,10 +422,8 @@ class Saving:
 
 
 def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:
-    """The error as one that users can act upon: OutOfMemory, which has its own exit code, or StorageError."""
     text = f"{task}: {error.strerror}: {error.filename or where}"
     if error.errno == errno.ENOMEM:
-        return OutOfMemory(
-            f"{text}. Give the job more host memory, or go without a second copy with --save_in_background false"
-        )
+        how = "Give the job more host memory, or go without a second copy with --save_in_background false"
+        return OutOfMemory(f"{text}. {how}")
     return StorageError(text)

@@ -1,8 +1,7 @@
 """Writes and reads a checkpoint's files so that damage is noticed: with checksums in a manifest, synced, read back.
 step_00000500/ has manifest.json, rank_00000.safetensors (each rank's part of student and optimizer) and
-whole_00000.safetensors (teacher and center, each tensor in the file of one rank). The files are not written by
-safetensors' `save_file`, which copies all tensors first and holds Python's lock while it writes: here the bytes go from
-the tensors' own memory to the file, and other threads run meanwhile."""
+whole_00000.safetensors (teacher and center, each tensor in one rank's file). Bytes go from the tensors' own memory to
+the file, where safetensors' `save_file` would copy all first, and hold Python's lock while it writes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,6 @@ _DTYPES |= {torch.float64: "F64", torch.int32: "I32", torch.int16: "I16", torch.
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Length and CRC32 of a file."""
-
     bytes: int
     crc32: int
 
@@ -104,10 +101,8 @@ def rank_file(rank: int) -> str:
 
 
 def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
-    """The files that this rank writes: its own `tensors`, and its share of `whole`, which all ranks hold. Each tensor
-    of `whole` is assigned to one rank, large ones first."""
-    rank = distributed.rank()
-    loads = [0] * distributed.world_size()
+    """The files of this rank: its own `tensors`, and its share of `whole`, which all hold: large tensors first."""
+    rank, loads = distributed.rank(), [0] * distributed.world_size()
     share = {}
     for name in sorted(whole, key=lambda name: (-whole[name].numel(), name)):
         to = loads.index(min(loads))
@@ -125,9 +120,8 @@ def bytes_of(files: Files) -> int:
 
 @dataclass
 class PendingSave:
-    """A save that a thread is writing. `number` is its flag in a step; `manifest`, `layout`: see Saving.save. bytes:
-    size on all ranks; begun: start by the performance counter; stalled: seconds that training waited; records: the
-    written files; error: why writing failed."""
+    """A save that a thread is writing. number: its flag in a step; manifest, layout: see Saving.save; bytes: size on
+    all ranks; begun: by the performance counter; stalled: seconds that training waited; error: why writing failed."""
 
     number: int
     manifest: dict[str, Any]
@@ -179,10 +173,8 @@ def as_os_error(error: Exception, where: Path) -> OSError:
 MANIFEST = "manifest.json"
 WHOLE = "whole_"  # beginning of the names of the files that hold the teacher, its heads and the centers
 STEP_NAME = re.compile(r"step_(\d{8,12})")
-KEPT = "kept"
-"""The key of `Manifest.state` with the step of an older checkpoint that is kept: its teacher is the best so far."""
+KEPT = "kept"  # key of Manifest.state: the step of an older checkpoint that is kept, as its teacher is the best
 _MOST_BYTES = 2**28
-FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
 Whole = Annotated[int, Field(ge=0)]
 
 
@@ -209,7 +201,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     state: dict[str, Any]
     layouts: list[dict[str, Any]]
-    files: dict[FileName, FileRecord]
+    files: dict[Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")], FileRecord]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import importlib
 import os
 import re
 import select
@@ -28,7 +29,7 @@ from dino_ds.basics.own_code import check_allowed
 from dino_ds.config.ds_config import check_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Request, TrainOptions, check_may_begin, check_model_path, holds_run
+from dino_ds.config.stages import Request, TrainOptions, check_may_begin, holds_run, missing_model
 from dino_ds.errors import CheckpointError, ConfigError, UserError, one_line
 from dino_ds.health.processes import RunLock, starters
 from dino_ds.method.specs.base import StepImages
@@ -41,8 +42,7 @@ from dino_ds.options.flags import drop_local_rank, parse_flags, read
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Make this process train alone, and restore its environment and sys.path afterwards. Raises ConfigError in one of
-    several processes that a launcher has started."""
+    """Make this process train alone; restore its environment and sys.path afterwards. Raises ConfigError in a rank."""
     before, path = dict(os.environ), sys.path[:]
     try:
         adopt_ranks(os.environ)
@@ -185,8 +185,10 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
         check_ranks(os.environ)
         starters()  # now, before they may end
     options, files = read(command, request)
-    if isinstance(model := getattr(options, "model", None), str):
-        check_model_path(model)
+    model = getattr(options, "model", None)
+    # timm's names have no slash.
+    if isinstance(model, str) and "/" in model and not os.path.lexists(os.path.expanduser(model)):
+        raise missing_model(model)
     if command.loads_torch and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"dino_ds: {command.name}: loading PyTorch takes some seconds", file=sys.stderr, flush=True)
     if (recipe := files.get("recipe")) is not None:
@@ -217,23 +219,12 @@ def check_software(command: Command, options: Any) -> None:
     """Raises UserError where torch does not load, or for wrong options that a command checks before it loads torch."""
     # torch's warnings about a lost rank are pages of C++ frames; our errors say which rank is gone, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    match command.name:
-        case "embed":
-            from dino_ds.commands import embed
+    if command.name in ("embed", "curate", "export"):
+        importlib.import_module(f"dino_ds.commands.{command.name}").check(options)
+    elif command.name == "find":
+        from dino_ds.commands.embed import check_queries
 
-            embed.check(options)
-        case "curate":
-            from dino_ds.commands import curate
-
-            curate.check(options)
-        case "find":
-            from dino_ds.commands import embed
-
-            embed.check_queries(options.features, options.images)
-        case "export":
-            from dino_ds.commands import export
-
-            export.check(options)
+        check_queries(options.features, options.images)
     if (root := getattr(options, "root", None)) and getattr(options, "source", None) in (None, "folder"):
         from dino_ds.data.root import check_root
 
@@ -243,7 +234,6 @@ def check_software(command: Command, options: Any) -> None:
 
 
 def call(command: Command, options: Any, files: dict[str, Any]) -> Result | None:
-    """Run a command; its result, if it has one. Raises UserError."""
     check_software(command, options)
     return function_of(command.name)(options, **files)
 
@@ -287,8 +277,7 @@ def _exit(code: int) -> None:
 
 
 def function_of(command: str) -> Callable[..., Result | None]:
-    """The function of a command: gets its options and files, returns its result, or None where it has printed what it
-    does. Imports its module alone."""
+    """The function of a command, whose module alone is imported; it returns None where it has printed what it does."""
     run: Callable[..., Result | None]
     match command:
         case "train":
@@ -329,16 +318,14 @@ def function_of(command: str) -> Callable[..., Result | None]:
 
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The same variables as they are named by programs that start ranks without setting ours.
-_RANK_VARIABLES = {
+_RANK_VARIABLES = {  # the same variables as they are named by programs that start ranks without setting ours
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of torch's launchers from those of `mpirun` or `srun`; else each process would train alone.
-    Raises ConfigError if MASTER_ADDR is missing."""
+    """Set variables of torch's launchers by those of `mpirun` or `srun`. Raises ConfigError without MASTER_ADDR."""
     if "RANK" in environment:
         return
     for program, names in _RANK_VARIABLES.items():

@@ -22,8 +22,6 @@ in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that 
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops of one kind."""
-
     name: str
     count: int  # crops of each image
     size: int  # pixels of a side
@@ -53,8 +51,7 @@ def dino_groups(
     num_local: int,
     masked: bool = False,
 ) -> tuple[CropGroup, ...]:
-    """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student. masked:
-    the student sees the large ones with patches hidden."""
+    """DINO's crops: two large ones for teacher and student, with hidden patches if `masked`, and small ones."""
     both = CropGroup(GLOBAL, 2, global_size, global_scale, teachers=(EMA,), student=True, masked=masked)
     local = CropGroup(LOCAL, num_local, local_size, local_scale, teachers=(), student=True)
     return (both, local) if num_local else (both,)

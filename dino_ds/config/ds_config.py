@@ -42,8 +42,7 @@ def find_ds_config(path: str) -> str:
 
 
 def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the JSON at `path` with `overrides` (dotted key without "ds." -> text or a Python value); check every key.
-    Raises ConfigError with one line per problem."""
+    """Load the JSON at `path` with `overrides` (dotted key without "ds." -> text or a value). Raises ConfigError."""
     return change_ds_config(_read(find_ds_config(path)), path, overrides)
 
 
@@ -66,7 +65,7 @@ def check_ds_config(
 ) -> tuple[int, int]:
     """Micro-batch and accumulation by `config` of `load_ds_config`, whose product with the ranks is `global_batch`.
     Raises ConfigError if there are none, or for what this device or these batches don't go with."""
-    if _precision(config) == "fp16" and not fp16_supported:
+    if config.get("fp16", {}).get("enabled") and not fp16_supported:
         cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
     micro, accumulation = _batches(config, path, global_batch, world_size)
@@ -85,13 +84,12 @@ def resolve_ds_config(
     fp16_supported: bool = True,
     parameters: int | None = None,
 ) -> ds_schema.DsConfig:
-    """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`. Raises
-    ConfigError as `check_ds_config` does."""
+    """Decide every "auto" in `config` for `world_size` ranks and `parameters`. Raises as `check_ds_config` does."""
     micro, accumulation = check_ds_config(config, path, global_batch, world_size, fp16_supported)
-    raw, precision = copy.deepcopy(config), _precision(config)
-    raw.update(
-        train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
-    )
+    raw = copy.deepcopy(config)
+    precision = next((name for name in ("fp16", "bf16") if raw.get(name, {}).get("enabled")), "fp32")
+    raw |= {"train_batch_size": global_batch, "train_micro_batch_size_per_gpu": micro}
+    raw["gradient_accumulation_steps"] = accumulation
     zero, notes = raw.setdefault("zero_optimization", {"stage": 0}), []
     stage, is_alone = zero["stage"], world_size == 1 and not ds_schema.offloads_optimizer(zero)
     if stage in (1, 2) and precision == "fp32" and is_alone:
@@ -111,18 +109,10 @@ def resolve_ds_config(
     checkpointing = raw.get("activation_checkpointing")
     if checkpointing and checkpointing.get("number_checkpoints") == "auto":
         del checkpointing["number_checkpoints"]
-    return ds_schema.DsConfig(
-        raw=raw,
-        micro_batch=micro,
-        accumulation=accumulation,
-        stage=stage,
-        precision=precision,
-        dynamic_loss_scale=precision == "fp16" and not raw["fp16"].get("loss_scale", 0),
-        clipping=float(raw["gradient_clipping"]),
-        checkpoint_blocks=0 if checkpointing is None else checkpointing.get("number_checkpoints", "all"),
-        performance=ds_schema.PerformanceOptions(**raw.get("dino_ds", {})),
-        notes=notes,
-    )
+    blocks = 0 if checkpointing is None else checkpointing.get("number_checkpoints", "all")
+    scales, clipping = precision == "fp16" and not raw["fp16"].get("loss_scale", 0), float(raw["gradient_clipping"])
+    options = ds_schema.PerformanceOptions(**raw.get("dino_ds", {}))
+    return ds_schema.DsConfig(raw, micro, accumulation, stage, precision, scales, clipping, blocks, options, notes)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -145,10 +135,6 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config
-
-
-def _precision(config: dict[str, Any]) -> str:
-    return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
 
 
 def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:

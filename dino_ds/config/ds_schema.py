@@ -79,8 +79,6 @@ class DsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenDsConfig:
-    """The ds config of a start, with its predicted memory."""
-
     config: DsConfig
     reason: str  # how the config was chosen, "" if the user named it
     memory: str  # the log's line about the prediction
@@ -90,7 +88,6 @@ class ChosenDsConfig:
 
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:
-    """Whether a zero_optimization section puts the optimizer's state on another device."""
     return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
 
 
@@ -99,11 +96,10 @@ def offloads_weights(zero: dict[str, Any]) -> bool:
 
 
 ORTHOGONALIZED_ELEMENTS = 2**25  # of matrices, by Muon at a time: its scratch memory stays at about 0.5 GiB
-COMMUNICATES_IN_STEP = {
+COMMUNICATES_IN_STEP = {  # kind of optimizer -> what its ranks do in a step, and the kind to take instead
     "lars": ("the norm of a layer is summed over ranks", "sgd"),
     "muon": ("ranks exchange slices of matrices", "adamw"),
 }
-"""Kinds of optimizer that communicate in the middle of a step, what their ranks do, and the kind to take instead."""
 
 
 def check_offload(config: DsConfig, kind: str) -> None:
@@ -120,7 +116,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_SHARDED, _12, _3 = (1, 2, 3), (1, 2), (3,)
+_123, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _Auto = Literal["auto"]
 _Text = Annotated[str, Strict()]
 _From0 = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
@@ -154,13 +150,11 @@ class Offload(Section):
 
 class Zero(Section):
     stage: _Stage = option(..., "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters")
-    contiguous_gradients: Bool = option(None, "copy gradients into one buffer", stages=_SHARDED)
-    reduce_bucket_size: _From1 | _Auto = option(
-        None, "elements reduced at once; auto = all, up to 5e7", stages=_SHARDED
-    )
+    contiguous_gradients: Bool = option(None, "copy gradients into one buffer", stages=_123)
+    reduce_bucket_size: _From1 | _Auto = option(None, "elements reduced at once; auto = all, up to 5e7", stages=_123)
     allgather_bucket_size: _From1 | _Auto = option(None, "elements gathered at once; auto = all, up to 5e7", stages=_12)
-    overlap_comm: Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_SHARDED)
-    offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_SHARDED)
+    overlap_comm: Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_123)
+    offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_123)
     offload_param: Offload = option(None, "parameters on the host", stages=_3)
     stage3_prefetch_bucket_size: _From0 | _Auto = option(None, "elements fetched ahead", stages=_3)
     stage3_param_persistence_threshold: _From0 | _Auto = option(
@@ -179,7 +173,7 @@ class DataTypes(Section):
     grad_accum_dtype: _Dtype = option(None, "dtype in which gradients are accumulated")
 
 
-class ActivationCheckpointing(Section):
+class Recomputation(Section):
     number_checkpoints: _From0 | _Auto = option(None, "how many blocks are recomputed; auto or absent = all")
 
 
@@ -214,9 +208,7 @@ class DsJson(Section):
     bf16: Bf16 = option(None, "bf16 with FP32 masters")
     zero_optimization: Zero = option(None, "ZeRO: what is sharded over the ranks")
     data_types: DataTypes = option(None, "dtype of accumulated gradients")
-    activation_checkpointing: ActivationCheckpointing = option(
-        None, "recompute blocks in the backward pass (by dino_ds)"
-    )
+    activation_checkpointing: Recomputation = option(None, "recompute blocks in the backward pass (by dino_ds)")
     wandb: Wandb = option(None, "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)")
     trackio: Trackio = option(None, "metrics also go to trackio (pip install trackio)")
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")
@@ -301,8 +293,7 @@ def wrong_key(name: str) -> str:
 
 
 def override(config: dict[str, Any], name: str, value: Any) -> str | None:
-    """Set the key with the dotted `name` in `config` to `value`, text of a command line or a Python value; returns the
-    problem with it, if any."""
+    """Set the key with the dotted `name` to `value`, text or a Python value; returns the problem with it, if any."""
     *sections, leaf = name.split(".")
     if not is_key(name):
         return wrong_key(name)

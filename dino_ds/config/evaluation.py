@@ -17,8 +17,6 @@ from dino_ds.config.sections import DataSection, ObjectiveSection
 
 
 class EvaluationEntry(NamedTuple):
-    """What a recipe and a report know of an evaluation."""
-
     metric: str = ""  # the number by which teachers can be compared, for `eval.keep_best`; "" for none
     titles: Mapping[str, tuple[str, str]] = {}  # number -> title and unit of its chart; others have their name
     has_images: bool = False  # whether it brings images of its own, from `eval.benchmark_root`
@@ -29,17 +27,15 @@ _STATISTICS = {
     "rankme": ("Directions that features use (RankMe)", ""),
     "uniformity": ("Uniformity of features, lower is more even", ""),
 }
-EVALUATIONS = {
+EVALUATIONS = {  # by name; a new one is an entry here, and its function one in `dino_ds.evals.suite`
     "knn": EvaluationEntry("knn"),
     "linear": EvaluationEntry("linear", {"linear": ("Linear classifier", "%")}),
     "ridge": EvaluationEntry("ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}),
     "statistics": EvaluationEntry("rankme", _STATISTICS),
     **dict.fromkeys(("oxford", "paris", "davis"), EvaluationEntry(has_images=True)),
 }
-"""Evaluations by name; a new one is an entry here, and its function one in `dino_ds.evals.suite`."""
 BENCHMARKS = tuple(name for name, entry in EVALUATIONS.items() if entry.has_images)
-EVALUATION_OF = {entry.metric: name for name, entry in EVALUATIONS.items() if entry.metric}
-"""Metric that teachers can be compared by -> the evaluation that computes it; the held-out loss needs none."""
+EVALUATION_OF = {entry.metric: name for name, entry in EVALUATIONS.items() if entry.metric}  # by its metric
 VAL_LOSS = "val_loss"  # the metric that is better when smaller
 _KEEP_BEST = ("auto", "none", *EVALUATION_OF, VAL_LOSS)
 if TYPE_CHECKING:
@@ -66,7 +62,6 @@ Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_pars
 
 
 def _parse_end(value: object) -> object:
-    """The number in "5 evaluations", the distance in "drift 0.1". Raises ValueError for a distance that can't be."""
     if not isinstance(value, str):
         return value
     if match := re.fullmatch(r"\s*drift\s+(\S{1,12})\s*", value):
@@ -116,12 +111,10 @@ class EvalSection(Section):
 
     @property
     def patience(self) -> int | None:
-        """Number of evaluations without progress after which the run ends, None for never."""
         return None if isinstance(self.stop_after, fields.Drift) else self.stop_after
 
     @property
     def most_drift(self) -> float | None:
-        """The distance to the start's features above which the run ends, None for any."""
         return self.stop_after.limit if isinstance(self.stop_after, fields.Drift) else None
 
 

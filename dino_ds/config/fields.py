@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
@@ -23,6 +24,9 @@ def option(default: Any, description: str, **facts: Any) -> Any:
     content, and not by name. bare: True for the option of a command that a word without a name sets. stages: the ZeRO
     stages at which a key of a ds JSON acts. inside_run: True for a length that must not exceed the run's."""
     return Field(default, description=description, json_schema_extra=facts or None)
+
+
+free_option = partial(option, learned=False)  # a key that a resumed run may change: it changes not what is learned
 
 
 class Section(BaseModel):
@@ -55,8 +59,7 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
-        """Read "30 epochs", "30epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps. Raises
-        ValueError."""
+        """Read "30 epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps. Raises ValueError."""
         if isinstance(text, Length):
             return text
         begin = r"(?:\s+from\s+step\s+([0-9]{1,12}))?\s*"
@@ -91,7 +94,6 @@ class Ramp:
         return _exact(self.start) + ("" if self.end is None else f"..{_exact(self.end)} over {self.length}")
 
     def __bool__(self) -> bool:
-        """Whether the number is ever more than 0."""
         return self.start > 0 or bool(self.end)
 
 
@@ -159,7 +161,6 @@ def refuse(problem: Callable[[Any], str | Literal[False]]) -> AfterValidator:
 
 
 def _split_range(value: object) -> object:
-    """Split "0.4,1" of the command line, where YAML gives [0.4, 1]."""
     return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
 
 
@@ -202,8 +203,7 @@ def once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
-StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
-"""A length that may count from the step at which a stage of training began."""
+StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]  # with "from step"
 WeightField = Annotated[Ramp, PlainValidator(parse_ramp), PlainSerializer(str)]
 AutoLength = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
@@ -211,7 +211,6 @@ AutoLength = Annotated[
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
 ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_parse_numbers)]
-Resolutions = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 _AREAS = "a range of areas: two numbers with 0 < low <= high <= 1"
 AreaRange = Annotated[ScaleRange, refuse(lambda two: not 0 < two[0] <= two[1] <= 1 and f"{list(two)} is not {_AREAS}")]
@@ -219,8 +218,7 @@ _TOO_MANY = f"is more than can be counted here: at most {_MOST_COUNT:.0e}"
 _COUNTABLE = refuse(lambda number: number > _MOST_COUNT and f"{str(number)[:24]} {_TOO_MANY}")
 Count = Annotated[int, Field(ge=1), _COUNTABLE]
 Amount = Annotated[int, Field(ge=0), _COUNTABLE]
-Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]
-"""Several values with commas between them; repeated ones are dropped."""
+Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]  # repeated ones are dropped
 Few = Annotated[int, Field(ge=0, le=1024)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=0, le=31_536_000)]
@@ -237,15 +235,13 @@ Temperature = Annotated[float, Field(gt=0, le=100)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-AboveOne = Annotated[float, Field(gt=1)]
 MAX_WORKERS = 16  # most loader processes of a rank, unless data.workers says otherwise
 PREFETCHED_BATCHES = 3  # per loader process; three cover one slow image without holding much memory
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
 HDF5 = (".h5", ".hdf5", ".he5")
 ARCHIVES = (".tar", ".parquet", *HDF5)  # endings of files that hold many images (`dino_ds.data.root` opens them)
 REMOTE_ARCHIVES = (".tar", ".parquet")  # read at an address too; their sources take cache_gib, the size of their cache
-IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"
-"""The forms of images that data.root takes, in words."""
+IMAGE_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet, .h5"  # of data.root
 
 
 def _is_code(name: str) -> bool:

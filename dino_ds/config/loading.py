@@ -41,8 +41,7 @@ def recipe_names() -> list[str]:
 
 def read_recipe_files(config: str) -> list[tuple[str, dict[str, Any]]]:
     """The paths and keys, without `extends` and `format`, of the files of `config` (a shipped name, a YAML path, or
-    several separated by commas), each after those that it overrides. Raises ConfigError for a file that can't be found
-    or read, and for a circle of extended files."""
+    several with commas between them), each after those that it overrides. Raises ConfigError, also for a circle."""
     names = [config] if is_file(config) else config.split(",")
     return [file for name in names for file in _read_chain(_find(name.strip(), "--config "))]
 
@@ -161,8 +160,7 @@ class RecipeSettings:
 
     @staticmethod
     def collect(config: str | None, overrides: Mapping[str, Any]) -> RecipeSettings:
-        """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file
-        that can't be read."""
+        """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError."""
         settings, options, values = RecipeSettings(), schema.options_of(Recipe), dict[str, Any]()
         for path, content in [] if config is None else read_recipe_files(config):
             settings._add(dict(_flatten(content, "", path, settings)), path)
@@ -235,8 +233,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:
-    """A copy of `recipe`, changed by the keys of `config` and by `overrides`, both as in `load_recipe`. Raises
-    ConfigError with one line per problem."""
+    """A copy of `recipe`, changed by `config` and `overrides` as in `load_recipe`. Raises ConfigError."""
     return RecipeSettings.collect(config, overrides).applied_to(recipe)
 
 
@@ -256,8 +253,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
-    """Write the keys that `config` (None: vits16) and `overrides` set into a new file, each with its meaning. Raises
-    ConfigError, also if the file exists."""
+    """Write the keys that `config` (None: vits16) and `overrides` set, with their meanings. Raises ConfigError."""
     config = config or "vits16"
     settings = RecipeSettings.collect(config, overrides)
     values, written = schema.flatten(settings.load().model_dump()), settings.names()
@@ -293,7 +289,6 @@ def key_elsewhere(name: str) -> str | None:
 
 
 def _flatten(content: dict[str, Any], prefix: str, path: str, settings: RecipeSettings) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, raw value) of known keys; refuse the others."""
     known = schema.options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
     for key, value in content.items():

@@ -19,7 +19,6 @@ from dino_ds.models.specs.base import BackboneSpec
 
 
 def _parse_arguments(value: object) -> str:
-    """Convert JSON, or a YAML mapping whose values are JSON or words, to canonical JSON. Raises ValueError."""
     try:
         arguments = _from_json(value) if isinstance(value, str) else _from_text(value)
         if not isinstance(arguments, dict):
@@ -58,7 +57,6 @@ def _from_json(text: str) -> object:
 
 
 ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]  # keyword arguments as JSON, or as a YAML mapping
-TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
 _NEVER = Length(0, "steps")
@@ -88,7 +86,7 @@ class ModelSection(Section):
         "linear", "drop_path of the earlier blocks: linear from 0, or uniform, the same in all blocks (DINOv2)"
     )
     local_cls_norm: bool | None = option(None, "local crops' CLS tokens have their own norm; none: as in the backbone")
-    rope_rescale: fields.AboveOne | None = option(
+    rope_rescale: Annotated[float, Field(gt=1)] | None = option(
         None, "largest factor by which RoPE's axes are scaled at random in training, in each block and step (DINOv3: 2)"
     )
     stochastic_depth: Literal["per_image", "batched"] = option(
@@ -100,7 +98,7 @@ class ModelSection(Section):
     freeze_backbone: LengthField = option(
         _NEVER, "length at the start during which only the heads are trained; with model.init_from"
     )
-    train: TrainedField = option(
+    train: Annotated[str, BeforeValidator(parse_trained)] = option(
         "all", "part of the backbone that is trained, besides heads: all, 'last N blocks', norms_and_biases or lora"
     )
     lora_rank: Annotated[int, Field(ge=1, le=4096)] = option(8, "rank of each LoRA adapter, with model.train lora")
@@ -112,10 +110,8 @@ class ModelSection(Section):
         "dino", "how position embeddings are resized; DINO's released weights need dino"
     )
     idle: ClassVar = {"model.drop_path 0": "model.drop_path_growth model.stochastic_depth"}
-    refused: ClassVar = {
-        "model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers",
-        "crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm",
-    }
+    refused: ClassVar = {"model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers"}
+    refused |= {"crops.num_local 0, model.local_cls_norm true": "model.local_cls_norm"}
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
@@ -125,14 +121,14 @@ class ModelSection(Section):
             return self
         spec = backbone_spec(self.backbone)
         if self.arguments != "{}" and "arguments" not in spec.obeys:
-            raise ValueError(
-                f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
-            )
+            how = f"dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
+            raise ValueError(f"model.arguments has no effect: {how}")
         if "drop_path_rate" in json.loads(self.arguments):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
-        for key in keys_not_obeyed(spec):
-            if (value := getattr(self, key)) != ModelSection.model_fields[key].default:
-                why = f"is for {_NOT_OF_ALL[key]}: {self.backbone} has no use for it; leave it out"
+        for key, networks in _NOT_OF_ALL.items():
+            value = getattr(self, key)
+            if key not in spec.obeys and value != ModelSection.model_fields[key].default:
+                why = f"is for {networks}: {self.backbone} has no use for it; leave it out"
                 raise ValueError(f"model.{key} {value} {why}")
         if problem := self.spec().problem:
             raise ValueError(problem)
@@ -158,25 +154,20 @@ class ModelSection(Section):
         return cast(BackboneSpec, dataclasses.replace(spec, **changed))
 
 
-SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
-"""Keys of this section that replace a value of the backbone's spec."""
-_NOT_OF_ALL = {
+SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")  # of the spec
+_NOT_OF_ALL = {  # for each key that some backbones ignore, the networks that obey it
     **dict.fromkeys((*SPEC_KEYS, "stochastic_depth", "drop_path_growth"), "ViTs that dino_ds builds"),
     "pos_embed_interpolation": "ViTs with learned positions",
     **dict.fromkeys(("local_cls_norm", "rope_rescale"), "ViTs with rotary positions"),
 }
-"""For each key that some backbones ignore, the networks that obey it."""
-
-
-def keys_not_obeyed(spec: BackboneSpec) -> list[str]:
-    return [key for key in _NOT_OF_ALL if key not in spec.obeys]
 
 
 def keys_not_of(backbone: object) -> list[str]:
     """Keys of another network's recipe that `backbone` can't take over: arguments, and keys without effect on it."""
     keys = ["arguments"]
     with contextlib.suppress(ValueError):  # the schema refuses an unknown name
-        keys += [] if backbone == FROM_SOURCE else keys_not_obeyed(backbone_spec(str(backbone)))
+        obeyed = _NOT_OF_ALL if backbone == FROM_SOURCE else backbone_spec(str(backbone)).obeys
+        keys += [key for key in _NOT_OF_ALL if key not in obeyed]
     return [f"model.{key}" for key in keys]
 
 
@@ -230,11 +221,8 @@ class GramSection(Section):
     crop_size: fields.Side | None = option(
         None, "side of the Gram teacher's own crops, 1 to 2 times crops.global_size; none: it sees the global crops"
     )
-    refused: ClassVar = {
-        "gram.weight 0": "gram",
-        "gram.refresh_every 0": "gram.refreshes",
-        "gram.teacher ema": "gram.crop_size gram.refresh_every",
-    }
+    refused: ClassVar = {"gram.weight 0": "gram", "gram.refresh_every 0": "gram.refreshes"}
+    refused |= {"gram.teacher ema": "gram.crop_size gram.refresh_every"}
 
     @property
     def own_crop_size(self) -> int | None:

@@ -11,7 +11,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from dino_ds.config import fields, sections
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
-from dino_ds.config.fields import Length, Section, StageLengthField, option
+from dino_ds.config.fields import Length, Section, StageLengthField, free_option, option
 from dino_ds.config.model import GramSection, ModelSection, TeacherSection
 from dino_ds.config.schema import idle_keys, named_values, options_of
 from dino_ds.errors import ConfigError, DataError
@@ -28,23 +28,17 @@ class Recipe(Section):
         "with --from RUN: continue takes its whole state and counts its steps on; restart takes its teacher, at step 0",
     )
     length: StageLengthField = option(Length(100, "epochs"), "length of the training in epochs, steps or images")
-    log_every: fields.Count = option(10, "steps between lines of metrics", learned=False)
-    save_every: fields.AutoLength = option(
-        "auto",
-        "length between saves; 0 steps: only at the end; auto: after 5 steps, then every 10 minutes",
-        learned=False,
+    log_every: fields.Count = free_option(10, "steps between lines of metrics")
+    save_every: fields.AutoLength = free_option(
+        "auto", "length between saves; 0 steps: only at the end; auto: after 5 steps, then every 10 minutes"
     )
-    keep_checkpoints: fields.Count = option(3, "number of newest checkpoints that are kept", learned=False)
-    keep_every: fields.LengthField = option(
-        Length(0, "steps"), "checkpoints at multiples of this length are never removed; 0: none of them", learned=False
+    keep_checkpoints: fields.Count = free_option(3, "number of newest checkpoints that are kept")
+    keep_every: fields.LengthField = free_option(
+        Length(0, "steps"), "checkpoints at multiples of this length are never removed; 0: none of them"
     )
-    save_in_background: bool = option(
-        True, "write checkpoints while training goes on; false: less host memory", learned=False
-    )
-    hang_seconds: fields.Seconds = option(
-        600,
-        "seconds without progress that end the run (three times as many while starting or saving); 0: never",
-        learned=False,
+    save_in_background: bool = free_option(True, "write checkpoints while training goes on; false: less host memory")
+    hang_seconds: fields.Seconds = free_option(
+        600, "seconds without progress that end the run (three times as many while starting or saving); 0: never"
     )
     data: sections.DataSection = sections.DataSection()
     crops: sections.CropsSection = sections.CropsSection()
@@ -106,8 +100,7 @@ class Recipe(Section):
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """The crop groups of an image, in order, and the networks that see them; of several resolutions, those of the
-        largest, for which memory must suffice."""
+        """The crop groups of an image; of several resolutions the largest, for which memory must suffice."""
         return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:

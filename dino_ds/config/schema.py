@@ -78,7 +78,6 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the option needs no value on the command line."""
         return self.members[0][0] is bool and not self.takes_none
 
     @property
@@ -95,8 +94,7 @@ class Option:
         return get_origin(self.members[0][0]) is tuple
 
     def read(self, value: Any, show: Callable[[Any], str] = as_written) -> Any:
-        """Convert a value of a file or of the command line to the option's type. Raises ValueError with the reason, in
-        which `show` formats values."""
+        """Convert a value to the option's type. Raises ValueError with the reason, in which `show` formats values."""
         if self.takes_none and isinstance(value, str) and value.strip().lower() in NONE_WORDS:
             return None
         try:

@@ -35,7 +35,17 @@ class MixturePart:
 
 def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     """The parts of a mixture, whose shares add up to 1. Raises ValueError."""
-    parts = tuple(_parse_part(text) for text in texts)
+    parts = list[MixturePart]()
+    for text in texts:
+        match = _ENTRY.fullmatch(text)
+        if match is None or len(match["share"]) > 20 or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
+            raise ValueError(f"mixture: {as_written(text)} is not PLACE=SHARE, such as mine=0.7,theirs=0.3")
+        place, share = match["place"], Fraction(match["share"])
+        if problem := unusable_text(place):
+            raise ValueError(f"mixture: {problem}")
+        if not share:
+            raise ValueError(f"mixture: {place} has the share 0: leave it out")
+        parts.append(MixturePart(place, share))
     if len(parts) == 1:
         raise ValueError(f"mixture {texts[0]}: there is one source; name it as data.root instead")
     if twice := [part.place for part in parts if [other.place for other in parts].count(part.place) > 1]:
@@ -44,18 +54,6 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     if parts and abs(total - 1) > Fraction(1, 10**6):  # shares that are written in decimals are rounded
         raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
     return tuple(MixturePart(part.place, part.share / total) for part in parts)
-
-
-def _parse_part(text: str) -> MixturePart:
-    match = _ENTRY.fullmatch(text)
-    if match is None or len(match["share"]) > 20 or "," in re.sub(r"\{[^{}]*\}", "", match["place"]):
-        raise ValueError(f"mixture: {as_written(text)} is not PLACE=SHARE, such as mine=0.7,theirs=0.3")
-    place, share = match["place"], Fraction(match["share"])
-    if problem := unusable_text(place):
-        raise ValueError(f"mixture: {problem}")
-    if not share:
-        raise ValueError(f"mixture: {place} has the share 0: leave it out")
-    return MixturePart(place, share)
 
 
 def _split(value: object) -> object:
@@ -72,7 +70,6 @@ def _split(value: object) -> object:
 
 
 _FEW = fields.refuse(lambda texts: len(texts) > 1000 and f"mixture: {len(texts)} sources, at most 1000 are taken")
-MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), _FEW]
 _FORMS = re.compile(r"none|classes|clusters:.+", re.DOTALL)
 _BALANCE = fields.refuse(lambda text: not _FORMS.fullmatch(text) and f"{text!r} is not none, classes, or clusters:FILE")
 
@@ -81,10 +78,10 @@ class DataSection(Section):
     source: fields.SourceName = option(
         "folder", f"folder (your files in data.root), a dataset: {', '.join(fields.SOURCES[1:])}, or your module:Class"
     )
-    root: fields.PathText | None = option(
-        None, f"{fields.IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder", learned=False
+    root: fields.PathText | None = fields.free_option(
+        None, f"{fields.IMAGE_FORMS} (patterns, s3:// too), or torchvision's folder"
     )
-    mixture: MixtureField = option(
+    mixture: Annotated[tuple[str, ...], BeforeValidator(_split), _FEW] = option(
         (),
         "several sources and their shares of each epoch, such as mine=0.7,theirs=0.3: folders in data.root, or paths",
     )
@@ -93,16 +90,14 @@ class DataSection(Section):
         "classes, or clusters:FILE (a .csv of name,cluster): those of a source are drawn equally often",
         by_content=True,
     )
-    download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
+    download: bool = fields.free_option(False, "let torchvision download its data set into data.root")
     global_batch: fields.BatchSize = option(512, "images of an optimizer step, over all ranks and micro-batches")
-    workers: fields.Few | None = option(None, "loading processes of each rank; none: as the cores allow", learned=False)
-    cache_gib: fields.CacheGib = option(
-        0.0,
-        "GiB of memory on each machine for decoded files, shared by its ranks; worth it for small images; 0: none",
-        learned=False,
+    workers: fields.Few | None = fields.free_option(None, "loading processes of each rank; none: as the cores allow")
+    cache_gib: fields.CacheGib = fields.free_option(
+        0.0, "GiB of memory on each machine for decoded files, shared by its ranks; worth it for small images; 0: none"
     )
-    remote_cache_gib: fields.CacheGib = option(
-        0.0, "GiB of disk on each machine for images from buckets and web servers; 0: none", learned=False
+    remote_cache_gib: fields.CacheGib = fields.free_option(
+        0.0, "GiB of disk on each machine for images from buckets and web servers; 0: none"
     )
     augment: Literal["device", "worker"] = option(
         "device",
@@ -116,8 +111,8 @@ class DataSection(Section):
         None, "mean of each channel, black is 0 and white 1; none: as the weights say, ImageNet's or measured"
     )
     std: fields.ChannelsField | None = option(None, "standard deviation of each channel; none: as for data.mean")
-    max_bad_fraction: fields.Fraction01 = option(
-        0.01, "largest share of unreadable images: beyond it the run stops; 0: at the first one", learned=False
+    max_bad_fraction: fields.Fraction01 = fields.free_option(
+        0.01, "largest share of unreadable images: beyond it the run stops; 0: at the first one"
     )
 
     @property
@@ -192,18 +187,13 @@ class CropsSection(Section):
     mask_hides: bool = option(
         True, "whether the student's patches are hidden; false: it sees them, and still predicts them (distillation)"
     )
-    resolutions: fields.Resolutions = option(
+    resolutions: Annotated[tuple[str, ...], BeforeValidator(fields.split_words)] = option(
         (), "crop sizes from which each step draws one: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, ..."
     )
-    idle: ClassVar = {
-        "crops.num_local 0": "crops.local_size crops.local_scale",
-        "crops.resolutions !": "crops.local_size",
-        "crops.mask none": "crops.mask_share crops.mask_ratio",
-    }
-    refused: ClassVar = {
-        "crops.mask none": "crops.mask_hides",
-        "objective.ibot_weight 0, objective.terms {}": "crops.mask",
-    }
+    idle: ClassVar = {"crops.num_local 0": "crops.local_size crops.local_scale"}
+    idle |= {"crops.resolutions !": "crops.local_size", "crops.mask none": "crops.mask_share crops.mask_ratio"}
+    refused: ClassVar = {"crops.mask none": "crops.mask_hides"}
+    refused |= {"objective.ibot_weight 0, objective.terms {}": "crops.mask"}
 
     @property
     def augmentation(self) -> Augmentation:
@@ -296,13 +286,9 @@ class ObjectiveSection(Section):
         "objective.koleo_weight 0": "objective.koleo_ranks",
         "objective.ibot_weight 0": "objective.ibot_head",
     }
-    refused: ClassVar = {
-        "objective.centering sinkhorn": "objective.center_momentum",
-        "objective.dino_weight 0": "objective.dino_local_weight",
-        "crops.num_local 0": "objective.dino_local_weight",
-        "objective.ibot_weight 0": "ibot_head",
-        "objective.ibot_head shared": "ibot_head",
-    }
+    refused: ClassVar = {"objective.centering sinkhorn": "objective.center_momentum"}
+    refused |= dict.fromkeys(("objective.dino_weight 0", "crops.num_local 0"), "objective.dino_local_weight")
+    refused |= dict.fromkeys(("objective.ibot_weight 0", "objective.ibot_head shared"), "ibot_head")
 
 
 class OptimizerSection(Section):
@@ -332,17 +318,22 @@ class OptimizerSection(Section):
     momentum: fields.BelowOne = option(0.9, "momentum of muon, sgd and lars")
     scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "length of Muon's steps as a multiple of AdamW's")
     idle: ClassVar = {"optimizer.warmup 0": "optimizer.warmup_shape", "optimizer.schedule constant": "optimizer.min_lr"}
-    refused: ClassVar = {
-        "optimizer.kind adamw": "optimizer.momentum",
-        "optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps",
-        "optimizer.kind !muon": "optimizer.scale",
-    }
+    refused: ClassVar = {"optimizer.kind adamw": "optimizer.momentum"}
+    refused |= {"optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps"}
+    refused |= {"optimizer.kind !muon": "optimizer.scale"}
 
 
 def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     several, patch = parse_resolutions(crops.resolutions), model.side_multiple
     sizes = [("crops.global_size", crops.global_size)]
-    problems = _color_problems(crops, model)
+    problems: list[str] = []
+    if model.in_chans != 3 and model.backbone != FROM_SOURCE:
+        why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
+        problems += [IdleKey("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
+        if crops.jitter and any(crops.jitter[2:]):
+            strengths = [f"{strength:g}" for strength in crops.jitter]
+            instead = ",".join([*strengths[:2], "0", "0"])
+            problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
     smallest = min([resolution.global_size for resolution in several] or [crops.global_size])
     patches, (low, high) = (smallest // patch) ** 2, crops.mask_ratio
     if crops.mask != "none" and patches and not int(patches * high):
@@ -369,21 +360,8 @@ def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -
     ]
 
 
-def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    if model.in_chans == 3 or model.backbone == FROM_SOURCE:
-        return []
-    why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
-    problems: list[str] = [IdleKey("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
-    if crops.jitter and any(crops.jitter[2:]):
-        strengths = [f"{strength:g}" for strength in crops.jitter]
-        instead = ",".join([*strengths[:2], "0", "0"])
-        problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
-    return problems
-
-
 def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
     """(global, local) sizes of crops for images of `side` pixels, multiples of the patch: global ones of `most` pixels
     at most, local ones in DINO's ratio of 96 to 224, or half of the global ones if `most` is below 224."""
-    large = max(2, min(most, side) // patch) * patch
-    share = 0.5 if most < 224 else 96 / 224
+    large, share = max(2, min(most, side) // patch) * patch, 0.5 if most < 224 else 96 / 224
     return large, min(max(1, round(share * large / patch)) * patch, large - patch)

@@ -1,6 +1,5 @@
 """The options of `train`, and the recipe of a run, of its resumes, and of a stage, which begins with another run: that
-run's recipe, changed by the stage. No torch. Lengths and ramps that a stage sets count from the step at which the stage
-began; the others continue."""
+run's recipe, changed by the stage, from whose first step on the lengths that it sets count. No torch."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
-    by_section = not key.startswith("eval.")
-    option = options_of(Recipe).get(key)
+    by_section, option = not key.startswith("eval."), options_of(Recipe).get(key)
     return not (by_section if option is None else option.fact("learned", by_section))
 
 
@@ -169,17 +167,15 @@ def split_place(value: str) -> tuple[str, str]:
 
 def load_run_recipe(run_dir: Path) -> Recipe:
     """The recipe in a run folder's config.yaml. Raises ConfigError, and CheckpointError for a run of another format."""
-    path = run_dir / "config.yaml"
-    remedy = "continue it with the dino_ds that began it, or begin another run"
+    path, remedy = run_dir / "config.yaml", "continue it with the dino_ds that began it, or begin another run"
     check_format(read_yaml(str(path)).get("format"), path, remedy)
     return recorded_recipe(path)
 
 
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
-    """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started.
-    replaced: keys whose values are not used; flag: the option that names other images. `notes` gets a line for each
-    path that is taken from that folder instead of the current one. Raises ConfigError if config.yaml is not a recipe,
-    or if the images are in neither folder."""
+    """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started, and
+    `notes` gets a line for each. replaced: keys whose values are not used; flag: the option that names other images.
+    Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder."""
     recipe, folder, moved = load_run_recipe(run_dir), started_in(run_dir), dict[str, str]()
     for key, value in named_values(recipe):
         is_place = key in path_keys() and key not in replaced and value is not None
@@ -244,8 +240,7 @@ class Request:
         self.settings.allow_code()
         stage_from, resumes = self.options.get("from"), self.options.get("resume", False) is not False
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
-        recorded = run_dir / "config.yaml"
-        by_own = self.config is None and origin is None
+        recorded, by_own = run_dir / "config.yaml", self.config is None and origin is None
         if resumes and recorded.is_file() and (by_own or load_run_recipe(run_dir).stage_start is not None):
             recipe = self.applied_to(own_recipe(run_dir, self.recipe, self.notes), forget=False)
             if recipe.stage_start is None:
@@ -267,10 +262,8 @@ class Request:
             raise CheckpointError(f"--from {origin}: it is not a run (no config.yaml); give a run folder{near}")
         recipe = self.applied_to(own_recipe(origin, self.settings.names(), self.notes))
         if recipe.stage_start is None:
-            raise ConfigError(
-                "no stage_start says what is taken over from the run before: add --stage_start continue (its whole "
-                "state, steps count on) or restart (its teacher's weights, from step 0)"
-            )
+            how = "continue (its whole state, steps count on) or restart (its teacher's weights, from step 0)"
+            raise ConfigError(f"no stage_start says what is taken over from the run before: add --stage_start {how}")
         if origin.resolve() == run_dir.resolve():
             itself = "is the run folder itself: --resume continues it, --run_dir names another"
             raise ConfigError(f"--from {origin} {itself}")
@@ -316,8 +309,7 @@ def split_origin(origin: str) -> tuple[Path, int | None]:
 
 
 class ModelFolder(NamedTuple):
-    """The folder of a model, which may be a run's, and the `name` that marks results of another teacher than the
-    newest: "step_00000500" for a checkpoint, "best_teacher" for that file, else ""."""
+    """A model's folder, a run's or not; `name` marks another teacher than the newest: step_00000500, best_teacher."""
 
     folder: Path
     name: str
@@ -361,12 +353,6 @@ def missing_model(model: str) -> CheckpointError:
     near = near_run(model) or f".{names.did_you_mean(model, BACKBONES)}"
     how = names.weights_elsewhere(model) or f"give {names.MODEL_FORMS}{near}"
     return CheckpointError(f"{one_line(model, 300)} does not exist; {how}")
-
-
-def check_model_path(model: str) -> None:
-    """Raises CheckpointError for a path to a missing model, before torch is loaded; timm's names have no slash."""
-    if "/" in model and not os.path.lexists(os.path.expanduser(model)):
-        raise missing_model(model)
 
 
 def check_may_begin(run_dir: Path, resume: Resume) -> None:

@@ -16,8 +16,7 @@ from dino_ds.method.specs.own import teachers_of
 
 GIB = 2**30
 _FP32 = 4
-_MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}
-"""Bytes of the moments that each kind of optimizer keeps for a weight."""
+_MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}  # of a weight, by kind of optimizer
 _MOMENTS = {"targets": "the targets", "student": "the loss", "loss": "the loss", "backward": "the backward pass"}
 """The moment of a step in words, by part; heads compute their losses in the student's part."""
 
@@ -39,7 +38,6 @@ class Memory(NamedTuple):
 
 
 def element_bytes(config: DsConfig) -> int:
-    """Bytes of a weight in the engine's precision."""
     return _FP32 if config.precision == "fp32" else 2
 
 
@@ -47,8 +45,7 @@ def estimate_memory(
     recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0, exact: bool = True
 ) -> Memory:
     """Estimate the peak memory of a step on each of `world_size` devices; exact: as in `step_costs`. Without a GPU,
-    offloaded tensors count too, and `libraries`: bytes of the process before it builds anything. Raises NotEstimated.
-    """
+    offloaded tensors count too, and `libraries`, the process's bytes before it builds. Raises NotEstimated."""
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     sizes, trained = facts.sizes, facts.trained
     total = sum(trained.values())
@@ -95,9 +92,8 @@ def estimate_memory(
 
 
 def state_bytes(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> dict[str, int]:
-    """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
-    ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights
-    are the teacher's own tensors where they are not sharded."""
+    """The bytes that stay on a device from step to step. ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage
+    0 trains them in place. Frozen FP32 weights are the teacher's own tensors where they are not sharded."""
     zero, element, sizes = config.raw["zero_optimization"], element_bytes(config), facts.sizes
     total, trained = sum(sizes.values()), sum(facts.trained.values())
     copied = trained if config.precision == "fp32" and config.stage < 3 else total

@@ -1,9 +1,8 @@
-"""Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors, and
-records what their operators hold and compute: bytes alive after each, and FLOPs. Fake tensors have shapes and no
-memory. The rehearsal sees whatever a term, a teacher or a backbone does, and names none of them. It does not see
-DeepSpeed's part: the bare network takes the engine's place. A multiply-add is 2 FLOPs; matrix products, convolutions
-and attention count. Formulas are those of torch's counter, except for operators for which torch has none or a wrong
-one."""
+"""Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors, which
+have shapes and no memory, and records what their operators hold and compute: bytes alive after each, and FLOPs. It sees
+whatever a term, a teacher or a backbone does, and names none of them, but not DeepSpeed's part: the bare network takes
+the engine's place. A multiply-add is 2 FLOPs; matrix products, convolutions and attention count, by the formulas of
+torch's counter, except for operators for which torch has none or a wrong one."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ _aten = torch.ops.aten
 
 @dataclass
 class RecordedPart:
-    """flops: of all products. computes: whether any operator does more than view a tensor. moments: (elements of
-    finished gradients, most bytes alive meanwhile)."""
+    """computes: whether any operator does more than view a tensor; the others: as in `PartCosts`."""
 
     flops: float = 0.0
     computes: bool = False
@@ -65,8 +63,7 @@ class RecordedPart:
 
 class Recorder(TorchDispatchMode):
     """Records the operators in its context; `known` tensors, and tensors that share memory with them, do not count.
-    live: bytes of all other storages that are alive. done: elements of the finished gradients, which are freed at once.
-    """
+    live: bytes of all others that are alive; done: elements of the finished gradients, which are freed at once."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -169,7 +166,7 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
-FORMULAS: dict[Any, Callable[..., int]] = {
+FORMULAS: dict[Any, Callable[..., int]] = {  # FLOPs of an operator from its arguments and its result
     **flop_registry,
     _aten.addmm_: lambda _, a, b, **__: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
     _aten.convolution_backward: _convolution_backward,
@@ -177,7 +174,6 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     # torch's own formula also counts what is recomputed.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, *qkv, **__: 2 * _attention(*qkv),
 }
-"""FLOPs of an operator from its arguments and its result."""
 
 
 def _fused_attention(
@@ -205,20 +201,17 @@ def describe_student(recipe: Recipe, frozen: ViTSpec | None) -> dict[str, Any]:
     groups = parameter_groups(network, optimizer_options(recipe.optimizer))
     blocks, name_of = matrices_of(network), {p: name for name, p in network.named_parameters()}
     modules = dict(network.named_modules())
-    sizes = {name: p.numel() for name, p in network.named_parameters()}
-    return {
-        "sizes": sizes,
-        "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
-        "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
-        "groups": [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups],
-        "matrices": [
-            [(*sorted((len(p) // blocks[name_of[p]], p[0].numel())), blocks[name_of[p]]) for p in group["params"]]
-            for group in groups
-            if group["kind"] == "muon"
-        ],
-        "statistics": [statistic.value.numel() for statistic in objective.statistics.values()],
-        "whole_step": objective.whole_step,
-    }
+    facts: dict[str, Any] = {"sizes": {name: p.numel() for name, p in network.named_parameters()}}
+    facts["frozen"] = [name for name, p in network.named_parameters() if not p.requires_grad]
+    facts["cast"] = [name for name in facts["sizes"] if is_cast(modules[name.rpartition(".")[0]])]
+    facts["groups"] = [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups]
+    facts["matrices"] = [
+        [(*sorted((len(p) // blocks[name_of[p]], p[0].numel())), blocks[name_of[p]]) for p in group["params"]]
+        for group in groups
+        if group["kind"] == "muon"
+    ]
+    facts["statistics"] = [statistic.value.numel() for statistic in objective.statistics.values()]
+    return facts | {"whole_step": objective.whole_step}
 
 
 def rehearse(
@@ -229,8 +222,7 @@ def rehearse(
     on_gpu: bool,
     recorder: Callable[[Iterable[Tensor]], Recorder] = Recorder,
 ) -> dict[str, Any]:
-    """Rehearse a micro-batch of `images` with the crops `groups`, and return its `StepCosts` as plain JSON. recorder:
-    makes the recorder of the step, from the tensors that exist before it."""
+    """Rehearse a micro-batch of `images` with the crops `groups`; returns its `StepCosts` as plain JSON."""
     _read_widths(recipe, settings.frozen)
     if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
         for _ in range(2):  # the first collection may release another engine
@@ -298,7 +290,6 @@ def _build_step(
 def _play(
     engine: _FakeEngine, step: TrainingStep, window: list[Batch], make_recorder: Callable[[Iterable[Tensor]], Recorder]
 ) -> dict[str, Any]:
-    """Prepare the window's targets and run its first micro-batch; returns `StepCosts` as plain JSON."""
     teachers = dict(step.teachers.items())
     networks = [engine.network, *(n for teacher in teachers.values() for n in (teacher.network, teacher._running))]
     known = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
@@ -308,20 +299,14 @@ def _play(
         step.prepare(window)
         held = recorder.live
         step.micro_batch(window[0])
-    prepared = [name for name in recorder.parts if name.startswith("teacher") or name == "targets"]
-    return {
-        "images": engine.config.micro_batch,
-        "parts": {
-            name: {"flops": part.flops / (len(window) if name in prepared else 1), "moments": part.moments}
-            for name, part in recorder.parts.items()
-            if part.computes
-        },
-        "saved": engine.saved - held,
-        "held": held / len(window),
-        "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
-        "window": len(window),
-        "teachers": {name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()},
-    }
+    parts = dict[str, Any]()
+    for name, part in recorder.parts.items():
+        times = len(window) if name.startswith("teacher") or name == "targets" else 1
+        parts |= {name: {"flops": part.flops / times, "moments": part.moments}} if part.computes else {}
+    weights = {name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()}
+    crops = sum(crop.nbytes for group in window[0].crops.values() for crop in group)
+    costs = {"images": engine.config.micro_batch, "parts": parts, "saved": engine.saved - held}
+    return costs | {"held": held / len(window), "crops": crops, "window": len(window), "teachers": weights}
 
 
 class _FakeEngine:

@@ -31,11 +31,10 @@ from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.own import teachers_of, terms_of
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 
-_UNUSABLE = OSError, RuntimeError
-"""Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
+_UNUSABLE = OSError, RuntimeError  # of a cache folder that can't be used: a container's user may have no home
 _T = TypeVar("_T")
 _known: dict[str, Any] = {}  # the values in the cache that this process has read or made, by the names of their files
-_ELSEWHERE: dict[str, Any] = {
+_ELSEWHERE: dict[str, Any] = {  # keys of a recipe on which the costs of a micro-batch do not depend
     **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
     **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
     "crops": {"global_scale", "local_scale", "augment", "jitter", "blur", "grayscale", "flip", "solarize", "rotation"},
@@ -44,7 +43,6 @@ _ELSEWHERE: dict[str, Any] = {
     "optimizer": {"lr", "lr_scaling", "schedule", "min_lr", "warmup", "warmup_shape", "weight_decay"},
     "teacher": {"momentum", "momentum_end"},
 }
-"""Keys of a recipe on which the costs of a micro-batch do not depend."""
 _LINES = {True: (4, 32, 64), False: (8, 64)}
 """Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
 Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
@@ -56,8 +54,7 @@ def step_costs(
 ) -> StepCosts:
     """The costs of the config's micro-batch with the crops `groups`, by default those of the largest resolution. exact:
     rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and with
-    two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the values
-    of tensors."""
+    two micro-batches prepared where a step may prepare several. Raises NotEstimated where tensors' values are read."""
     groups = groups or recipe.groups
     images, sizes = config.micro_batch, _LINES[on_gpu]
     exact = exact and (on_gpu or images <= sizes[-1])
@@ -96,8 +93,7 @@ def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, floa
 
 
 def model_flops(recipe: Recipe) -> dict[str, float]:
-    """FLOPs per image by part, in micro-batches of two, of the whole model, as is usual for MFU: with every branch and
-    all tokens of the last block, and without recomputation. Raises NotEstimated."""
+    """FLOPs per image by part, of the whole model with every branch, as is usual for MFU. Raises NotEstimated."""
     model = recipe.model.model_copy(update={"drop_path": 0.0})
     whole = recipe.model_copy(update={"model": model})
     config = DsConfig({}, 2, 1, 0, "fp32", False, 0.0, 0, PerformanceOptions(cls_only_last_block=False))
@@ -117,7 +113,6 @@ def student_facts(recipe: Recipe) -> StudentFacts:
 
 
 def count_parameters(recipe: Recipe) -> int:
-    """Elements of the student's parameters."""
     return sum(student_facts(recipe).sizes.values())
 
 
@@ -153,8 +148,7 @@ class StudentFacts:
     """The student's weights. sizes: elements by name. frozen: names of weights that are never trained. cast: names of
     weights that a low-precision teacher copies. groups: (kind of optimizer, elements) of each parameter group.
     matrices: (rows, columns, number) of the matrices that Muon orthogonalizes, by parameter group; rows <= columns.
-    statistics: elements of each running mean of the objective. whole_step: whether targets depend on all micro-batches.
-    """
+    statistics: elements of each running mean. whole_step: whether targets depend on all micro-batches."""
 
     sizes: Mapping[str, int]
     frozen: frozenset[str]
@@ -166,7 +160,6 @@ class StudentFacts:
 
     @property
     def trained(self) -> dict[str, int]:
-        """The `sizes` of the weights that are trained."""
         return {name: size for name, size in self.sizes.items() if name not in self.frozen}
 
     @property
@@ -179,9 +172,8 @@ class StudentFacts:
 @dataclass(frozen=True)
 class RehearsalSettings:
     """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step; frozen: the
-    backbone of teacher.source, None if it is unknown. Settings that are not rehearsed have a fixed value, so that one
-    rehearsal serves many configs: compiled blocks and the EMA teacher's low-precision copy, without which its matrices
-    are cast at each use."""
+    backbone of teacher.source, None if it is unknown. Compiled blocks and the EMA teacher's low-precision copy are off,
+    so that one rehearsal serves many configs: without the copy, its matrices are cast at each use."""
 
     precision: str
     checkpoint_blocks: int | str
@@ -237,13 +229,11 @@ def _own_code(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if not name.startswith("dino_ds.")))
 
 
+@functools.cache
 def frozen_spec(recipe: Recipe) -> ViTSpec | None:
     """The backbone of teacher.source, by its name or the JSON file beside it; None: another kind, or unknown."""
-    return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
-
-
-@functools.cache
-def _stated(source: str) -> ViTSpec | None:
+    if (source := recipe.teacher.source) is None:
+        return None
     base, path = source.partition(".")[0], Path(source)
     spec = None if path.exists() else BACKBONES.get(base)
     if isinstance(spec, ViTSpec):
@@ -305,5 +295,4 @@ def share() -> None:
 
 @functools.cache
 def _versions() -> list[str]:
-    """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
     return [version("torch"), version("timm"), hash_code()]

@@ -1,2 +1,1 @@
-"""Keeps a run from hanging in silence: heartbeats, a monitor process next to each rank, the lock of a run folder.
-Nothing here needs torch: a monitor process must start at once and cost nothing."""
+"""Keeps a run from hanging in silence: heartbeats, a monitor next to each rank, the lock of a run; no torch here."""

@@ -24,9 +24,8 @@ LIMIT_SECONDS = 5.0  # longest time that a file operation may hold up a process:
 
 
 class Event(str):
-    """A line of a run's log that also tells programs what happened: an object of events.jsonl. kind: what happened; by
-    default the line's first word, if it is padded to nine letters, as "warning" is. detail: whether the screen shows
-    the line only with --verbose; the run's files always have it."""
+    """A line of a run's log that also tells programs what happened: an object of events.jsonl. kind: by default the
+    first word of a line that pads it to nine letters. detail: whether the screen shows it only with --verbose."""
 
     def __new__(cls, line: str, kind: str = "", detail: bool = False, **facts: Any) -> Event:
         event = super().__new__(cls, line)
@@ -99,8 +98,7 @@ def stamped(text: str) -> str:
 
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
-STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
-"""Why a monitor process asks its rank to stop."""
+STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")  # asked by the monitor
 
 
 class Beat(ctypes.Structure):
@@ -134,7 +132,6 @@ class Beat(ctypes.Structure):
         return beat
 
     def enter(self, phase: str, step: int) -> None:
-        """Note that the rank is now in `phase`, with `step` optimizer steps done."""
         self._phase, self.step, self._part = PHASES.index(phase), step, 0
         self.moves += 1
 
@@ -176,7 +173,7 @@ class Beat(ctypes.Structure):
         return ENDS[self._end]
 
 
-SILENT_SECONDS = 15.0  # A rank without a heartbeat for this long counts as gone: its host or its monitor may be
+SILENT_SECONDS = 15.0  # a rank without a heartbeat for this long counts as gone: its host or its monitor may be
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 
 
@@ -214,8 +211,7 @@ class Failure:
 
 
 class Heartbeats:
-    """The files of RUN/heartbeats, a new folder for each start of a run. Reading and writing never raise for files that
-    a dying run leaves behind, and wait for the disk for a limited time."""
+    """The files of RUN/heartbeats, new for each start of a run; waits for the disk for a limited time, never raises."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
@@ -223,8 +219,7 @@ class Heartbeats:
         self.disk = Disk()
 
     def prepare(self) -> None:
-        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError. The folder of an earlier
-        start is kept until `forget_earlier` or `bring_back_earlier`."""
+        """Make a new, empty folder, on rank 0, beside the earlier start's, which is kept. Raises OSError."""
         new = self._run_dir / "heartbeats.new"
         for left_over in (new, self._before):
             discard(left_over)
@@ -272,8 +267,7 @@ class Heartbeats:
         return heartbeats
 
     def claim(self, failure: Failure) -> bool | None:
-        """Record `failure` if it is the first of this run; returns whether it is, so that this rank reports it, or None
-        if the disk does not answer."""
+        """Record `failure` if it is the run's first; returns whether it is, or None if the disk does not answer."""
 
         def write() -> bool:
             try:
@@ -290,8 +284,6 @@ class Heartbeats:
         return self.disk.run(write, None)
 
     def first_failure(self) -> Failure | None:
-        """The failure that was claimed, by the rank that failed first or by its monitor."""
-
         def read() -> Failure | None:
             with contextlib.suppress(*_UNREADABLE):
                 return Failure(**json.loads(self._failure_path.read_text()))
@@ -300,29 +292,29 @@ class Heartbeats:
         return self.disk.run(read, None)
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
-        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers if there is no
-        heartbeat at all), else stopped ones, else those with the fewest moves; [] if all are equally far or the disk
-        does not answer."""
-        return self.disk.run(lambda: self._behind(world_size), [])
+        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers without any
+        heartbeat), else stopped ones, else those with the fewest moves; [] if all are equal or the disk is silent."""
 
-    def _behind(self, world_size: int) -> list[Heartbeat | int]:
-        by_rank = {beat.rank: beat for beat in self._read()}
-        times = {}  # by the disk's clock
-        for rank in range(world_size):
-            with contextlib.suppress(OSError):
-                times[rank] = self.path(rank).stat().st_mtime
-        due = max(times.values(), default=0.0) - SILENT_SECONDS
-        running = [beat for beat in by_rank.values() if not beat.ended]
-        if cut_off := [beat for beat in running if beat.cut_off]:
-            return [*cut_off]
-        ended = by_rank.keys() - {beat.rank for beat in running}
-        if silent := [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]:
-            return [by_rank.get(rank, rank) for rank in silent]
-        if stopped := [beat for beat in running if beat.stopped]:
-            return [*stopped]
-        fewest = min((beat.moves for beat in running), default=0)
-        late = [beat for beat in running if beat.moves == fewest]
-        return [*late] if len(late) < len(running) else []
+        def find() -> list[Heartbeat | int]:
+            by_rank = {beat.rank: beat for beat in self._read()}
+            times = {}  # by the disk's clock
+            for rank in range(world_size):
+                with contextlib.suppress(OSError):
+                    times[rank] = self.path(rank).stat().st_mtime
+            due = max(times.values(), default=0.0) - SILENT_SECONDS
+            running = [beat for beat in by_rank.values() if not beat.ended]
+            if cut_off := [beat for beat in running if beat.cut_off]:
+                return [*cut_off]
+            ended = by_rank.keys() - {beat.rank for beat in running}
+            if silent := [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]:
+                return [by_rank.get(rank, rank) for rank in silent]
+            if stopped := [beat for beat in running if beat.stopped]:
+                return [*stopped]
+            fewest = min((beat.moves for beat in running), default=0)
+            late = [beat for beat in running if beat.moves == fewest]
+            return [*late] if len(late) < len(running) else []
+
+        return self.disk.run(find, [])
 
 
 def describe_hang(behind: Sequence[Heartbeat | int], mine: Heartbeat, seconds: float, stacks: Path) -> str:

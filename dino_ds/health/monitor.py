@@ -31,15 +31,9 @@ from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError, UserError
 from dino_ds.health import processes
 from dino_ds.health.beat import Beat, Disk, Failure, Heartbeat, Heartbeats, append_line, describe_hang, last_checkpoint
 
-_EXIT_SECONDS = 10.0
-"""Time for a monitor to write the last heartbeat."""
-_CAUSE_SECONDS = 3.0
-"""Time for the rank that failed first, or its monitor, to write down why. Peers notice within milliseconds."""
-_CONNECTION = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket|"
-    r"process group|store",
-    re.IGNORECASE,
-)
+_CAUSE_SECONDS = 3.0  # for the first rank to fail, or its monitor, to say why; peers notice within milliseconds
+_CONNECTION = "connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket"
+_CONNECTION += "|process group|store"
 
 
 def longest_wait(hang_seconds: float) -> float:
@@ -49,8 +43,7 @@ def longest_wait(hang_seconds: float) -> float:
 
 @contextmanager
 def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> Iterator[Beat]:
-    """Let a monitor process watch this rank while the block runs; yields the page that holds the rank's progress.
-    hang_seconds: see the recipe; 0: hangs are ignored."""
+    """Let a monitor watch this rank while the block runs; yields the page with its progress. hang_seconds 0: never."""
     beat = Beat.shared()
     stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
     job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
@@ -80,7 +73,7 @@ def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> 
         beat.left = True
         monitor.stdin.close()
         try:
-            monitor.wait(_EXIT_SECONDS)
+            monitor.wait(10.0)  # for the last heartbeat
         except subprocess.TimeoutExpired:
             monitor.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,8 +85,7 @@ def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> 
 
 
 class Failures:
-    """Reports how one rank of a run ends: to its monitor and, once `beat.listed`, to the other ranks. Exactly one rank
-    prints the first failure; the others end with its exit code, silently."""
+    """Reports how a rank ends: to its monitor and, once `beat.listed`, to the others: one prints the first failure."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
@@ -101,9 +93,8 @@ class Failures:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Report how the block ends. Raises PeerError, with the message and exit code of the cause, instead of an error
-        of the connection; and RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not
-        exit with 0."""
+        """Report how the block ends. Raises PeerError, as the cause says, instead of an error of the connection;
+        RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not exit with 0."""
         try:
             yield
         except SystemExit as stop:
@@ -120,7 +111,7 @@ class Failures:
         except Exception as error:
             if self._world_size > 1 and is_connection_error(error):
                 raise self._peer_error(error) from error
-            self._claim(1, f"{type(error).__name__}: {_first_line(error)}")
+            self._claim(1, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
             raise
         except BaseException as error:  # KeyboardInterrupt: not by Ctrl-C, which is a request to stop by then
             self._claim(1, f"{type(error).__name__} at step {self._beat.step} ({self._beat.where})")
@@ -168,7 +159,7 @@ class Failures:
             peer.exit_code, peer.said_by_me = failure.code, False
             self._beat.end("stopped" if failure.code == STOPPED else "error")
             return peer
-        reason = _first_line(error) or type(error).__name__
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         where = f"at step {self._beat.step} ({self._beat.where})"
         lost = f"the connection to another rank was lost {where}: {reason[:200]}"
         peer = PeerError(f"{lost}; {last_checkpoint(self._run_dir)}")
@@ -177,29 +168,21 @@ class Failures:
         return peer
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
-
-
 def is_connection_error(error: BaseException) -> bool:
     """Whether an error says that gloo, NCCL or the store has lost a rank, not that this rank has failed."""
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True
-    return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and re.search(_CONNECTION, str(error), re.IGNORECASE) is not None
 
 
 PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
-_GRACE_SECONDS = 4.0
-"""Time for a rank to end by itself after another rank has failed."""
 _CONNECT_SECONDS = 2.0
-PEER_LOST = 6
 
 
 class MonitorArguments(NamedTuple):
-    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks.
-    starters: pid and ticks of the processes that the rank must not outlive."""
+    """A monitor's command line, as JSON; beat, stacks: file descriptors; starters: processes not to outlive."""
 
     rank: int
     world_size: int
@@ -213,8 +196,7 @@ class MonitorArguments(NamedTuple):
 
 
 class MonitorProcess:
-    """Monitors one rank; `run` returns when the rank has ended. Through the run folder, whose disk may not answer,
-    monitors tell each other about their ranks."""
+    """Monitors one rank until it has ended. Monitors tell each other about their ranks by files in the run folder."""
 
     def __init__(self, arguments: MonitorArguments) -> None:
         self._arguments, self._run_dir = arguments, Path(arguments.run_dir)
@@ -251,7 +233,7 @@ class MonitorProcess:
                 self._end_rank()
                 self._say(self._taken_over)
             elif self._failure is not None:  # another rank's: this one may end in time by itself
-                if not self._rank.is_gone(_GRACE_SECONDS) and not self._beat.ended:
+                if not self._rank.is_gone(4.0) and not self._beat.ended:
                     if self._failure.kind == "hang":
                         self._write_stacks()
                     self._end_rank()
@@ -260,7 +242,6 @@ class MonitorProcess:
         self._after_the_end()
 
     def _look(self) -> None:
-        """Read what concerns the rank in the run folder."""
         held_a_run, self._held_a_run = self._held_a_run, self._lock.guards_a_run
         if held_a_run and not self._held_a_run:
             self._beat.request_stop("the loss of the run folder")
@@ -272,9 +253,14 @@ class MonitorProcess:
             self._taken_over = f"{self._run_dir} was taken over by {whom} while this one was frozen: it ends unsaved"
 
     def _handle_hang(self) -> None:
-        """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
         seconds, behind = self._standstill.seconds, list[Heartbeat | int]()
-        heartbeat = replace(self._heartbeat(), cut_off=_unreachable_first())
+        heartbeat, address = self._heartbeat(), os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT", "")
+        if os.environ.get("WORLD_SIZE", "1") != "1" and address and port.isdecimal():
+            try:  # does the store of rank 0 answer?
+                socket.create_connection((address, int(port)), _CONNECT_SECONDS).close()
+            except OSError:
+                heartbeat = replace(heartbeat, cut_off=f"{address}:{port}")
         stacks = self._write_stacks()
         if self._beat.listed:
             # Other monitors get here at about the same time: their newest heartbeats are needed.
@@ -308,7 +294,8 @@ class MonitorProcess:
     def _report(self, kind: str, message: str) -> None:
         """Report a failure, unless another rank or its monitor has; each does if the disk does not answer."""
         message = f"{message}; {last_checkpoint(self._run_dir)}"
-        failure = Failure(self._arguments.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
+        who = self._arguments.rank, socket.gethostname(), self._beat.step
+        failure = Failure(*who, kind, PeerError.exit_code, message)
         if not self._beat.listed or self._heartbeats.claim(failure) is not False:
             self._say(message)
 
@@ -316,7 +303,6 @@ class MonitorProcess:
         self._terminal.run(lambda: print(f"dino_ds: error: {message}", file=sys.stderr, flush=True), None)
 
     def _after_the_end(self) -> None:
-        """Publish how the rank has ended; the monitor of rank 0 gives the run folder back."""
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
             how, memory = processes.death_of(arguments.pid), "most often because memory has run out"
@@ -333,21 +319,8 @@ class MonitorProcess:
             self._heartbeats.disk.run(self._lock.release, None)
 
 
-def _unreachable_first() -> str:
-    """The address of rank 0's store if it does not answer, else ""."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("WORLD_SIZE", "1") == "1" or not address or not port.isdecimal():
-        return ""
-    try:
-        socket.create_connection((address, int(port)), _CONNECT_SECONDS).close()
-    except OSError:
-        return f"{address}:{port}"
-    return ""
-
-
 def main() -> None:
-    # Signals are for the rank to handle; the monitor ends with it.
-    for number in (*STOP_SIGNALS, signal.SIGQUIT):
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):  # signals are for the rank to handle; the monitor ends with it
         signal.signal(number, signal.SIG_IGN)
     MonitorProcess(MonitorArguments(*json.loads(sys.argv[1]))).run()
     os._exit(0)  # a thread may still be waiting for a dead disk

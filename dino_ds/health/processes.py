@@ -27,11 +27,9 @@ from dino_ds.health.beat import Beat, create_exclusively
 PATIENCE = 3  # factor on `hang_seconds` for start-up, the first step, saves and evaluations
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
-_STACKS_SECONDS = 2.0
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh")
 _SSHD = ("sshd", "sshd-session")
-_LEAVES_JOBS = (*_SHELLS, *_SSHD, "su", "sudo", "screen", "tmux: server")
-"""Programs that may end and leave running what they have started."""
+_LEAVES_JOBS = (*_SHELLS, *_SSHD, "su", "sudo", "screen", "tmux: server")  # may end before what they have started
 
 
 class Process(NamedTuple):
@@ -76,8 +74,7 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """How a process ended, while its parent has not waited for it: "by SIGKILL", "with exit code 0", or "" if it is
-    too late to tell."""
+    """How a process ended: "by SIGKILL", "with exit code 0", or "" once its parent has waited for it."""
     fields = _stat(pid)
     if len(fields) <= 49:
         return ""
@@ -132,14 +129,12 @@ class Standstill:
         self.moves, self.seconds = (-1, 0), 0.0
 
     def add(self, seconds: float) -> None:
-        """Look at the rank again, `seconds` after the last look."""
         if self.moved():
             self.moves, self.seconds = (self._beat.moves, self._beat.ticks), 0.0
         else:
             self.seconds += seconds
 
     def moved(self) -> bool:
-        """Whether the rank has made progress since the last look."""
         return self.moves != (self._beat.moves, self._beat.ticks)
 
     def limit(self, hang_seconds: float) -> float:
@@ -179,8 +174,7 @@ class RankProcess:
         """The stacks of all the rank's threads, or a line with its state if it writes none."""
         before = os.fstat(self._stacks).st_size
         send_signal(self.pid, STACKS_SIGNAL)
-        end = time.monotonic() + (0.0 if self.stopped else _STACKS_SECONDS)
-        size = before
+        end, size = time.monotonic() + (0.0 if self.stopped else 2.0), before
         while time.monotonic() < end:
             time.sleep(0.1)
             previous, size = size, os.fstat(self._stacks).st_size
@@ -197,8 +191,7 @@ class RankProcess:
             self.is_gone(3.0)
 
 
-STALE_SECONDS = 60.0  # A lock of another machine is stale if it has not been touched for this long
-_TRIES = 20
+STALE_SECONDS = 60.0  # a lock of another machine is stale if it has not been touched for this long
 
 
 @dataclass(frozen=True)
@@ -221,9 +214,8 @@ class RunLock:
         self._made: list[Path] = []
 
     def acquire(self) -> str:
-        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "". Raises
-        ConfigError if a running process holds it, or the folder can't be made or written to. Of several processes that
-        try at the same moment exactly one succeeds."""
+        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "". Of several
+        processes one succeeds. Raises ConfigError if a running one holds it, or the folder can't be written to."""
         mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), find_process(self._pid).ticks)
         note = ""
         try:
@@ -231,7 +223,7 @@ class RunLock:
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir()
                     self._made.append(folder)
-            for _ in range(_TRIES):
+            for _ in range(20):
                 with self._alone():
                     if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
                         return note
@@ -240,13 +232,10 @@ class RunLock:
             self.release()
             if error.errno in NO_SPACE:
                 raise unwritable(f"run folder {self.run_dir}", error) from None
-            raise ConfigError(
-                f"run folder {self.run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
-            ) from None
-        raise ConfigError(
-            f"{self._path} is not the lock of a run, which is a file, or several jobs fight for it: remove it, or give "
-            "each its own --run_dir"
-        )
+            why = f"can't be written to: {error.strerror or error}; fix --run_dir"
+            raise ConfigError(f"run folder {self.run_dir} {why}") from None
+        why = "is not the lock of a run, which is a file, or several jobs fight for it"
+        raise ConfigError(f"{self._path} {why}: remove it, or give each its own --run_dir")
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -323,10 +312,8 @@ class RunLock:
             gone = f"; if {holder.host} is gone, it is free in {STALE_SECONDS - age:.0f} s"
         if not living:
             return ""
-        return (
-            f"{self.run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {age:.0f} s ago): "
-            f"stop that run, or give another --run_dir{gone}"
-        )
+        who = f"pid {holder.pid} on {holder.host} (heartbeat {age:.0f} s ago)"
+        return f"{self.run_dir} is in use by {who}: stop that run, or give another --run_dir{gone}"
 
     def _remove_stale(self) -> str:
         """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running. If
@@ -345,7 +332,6 @@ class RunLock:
 
 
 def _parse(text: str) -> Holder | None:
-    """The holder that a lock's text names, or None if it is not a lock's text."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         return Holder(**json.loads(text))
     return None

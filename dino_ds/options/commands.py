@@ -160,7 +160,6 @@ TRAIN = COMMANDS["train"]
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
-    """Find the command that `words` begin with; returns it and the words after it, or None."""
     for length in (2, 1):
         name = " ".join(words[:length])
         if len(words) >= length and name in COMMANDS:
@@ -187,11 +186,10 @@ FIRST_DAY = {
 }
 GROUPS = ("train", "look", "evaluate", "export", "measure", "cluster")  # headings of commands, in the order of help
 FIRST_OPTIONS = ("config", "run_dir", "resume", "max_steps", "ds_config")
-FIRST_KEYS = (
+FIRST_KEYS = (  # of the recipe, that a new user needs first: the short page shows only these
     *("data.root", "data.source", "data.global_batch", "length", "optimizer.lr", "crops.global_size"),
     *("model.backbone", "model.init_from", "eval.root", "save_every"),
 )
-"""Options of `train`, and keys of the recipe, that a new user needs first: the short page shows only these."""
 _RULES = """\
 rules
   a recipe says what is learned, the ds JSON how fast and on what hardware: it changes results by rounding alone
@@ -203,7 +201,6 @@ rules
 
 
 def help_text(words: list[str]) -> str:
-    """Return the page of `dino-ds [COMMAND] --help [all]`."""
     if named := find_command([word for word in words if not word.startswith("-")]):
         command, rest = named
         return _short_page(command) if command.takes_recipe and "all" not in rest else _command_page(command)
@@ -271,8 +268,7 @@ def _row(option: Option) -> tuple[str, str, str]:
 
 
 def _rows(rows: list[tuple[str, str, str]], width: int = 110) -> list[str]:
-    left = max(len(name) for name, _, _ in rows) + 2
-    lines = []
+    left, lines = max(len(name) for name, _, _ in rows) + 2, list[str]()
     for name, default, description in rows:
         text = textwrap.wrap(f"{description} ({default})" if default else description, width - left - 2)
         lines += [f"  {name:<{left}}{text[0]}", *(" " * (left + 2) + line for line in text[1:])]

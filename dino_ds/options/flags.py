@@ -39,8 +39,7 @@ def read(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
         try:
             if command is TRAIN:
                 options = _with_run_folder(options, request)
-                resumed = f"{options.run_dir}/config.yaml"
-                of_recipe = request.settings.values
+                resumed, of_recipe = f"{options.run_dir}/config.yaml", request.settings.values
                 names_images = of_recipe.get("data.root") or of_recipe.get("data.source", "folder") != "folder"
                 resumes = options.resume is not False and options.from_ is None and is_file(resumed)
                 # A shipped recipe that names no images only chooses which run to resume.
@@ -83,7 +82,17 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     folder, note = options.run_dir, ""
     if not options.run_dir and config is None and options.resume not in (False, "auto"):
-        folder, note = _only_run(f"--resume{'' if options.resume is True else f' {options.resume}'}")
+        runs = [run for run in Path("runs").glob("*") if holds_run(run)]
+        runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
+        if not runs:
+            nothing = f"nothing to resume: {Path.cwd() / 'runs'} holds no run"
+            raise CheckpointError(f"{nothing}; name its folder with --run_dir")
+        if len(runs) > 1:
+            resume = f"--resume{'' if options.resume is True else f' {options.resume}'}"
+            more = f"; and {len(runs) - 5} more" if len(runs) > 5 else ""
+            commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:5])
+            raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
+        folder, note = str(runs[0]), f"run folder {runs[0]}, the only run in runs"
     elif not options.run_dir:
         folder, note = _default_folder(Path(config or "vits16").stem, options.resume is not False)
     request.notes.extend([note] if note else [])
@@ -124,19 +133,6 @@ def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
     return free, f"run folder {free}: {newest} holds a run, which --resume --run_dir {newest} would continue"
 
 
-def _only_run(resume: str) -> tuple[str, str]:
-    """The folder of the only run in runs/, for the option `resume` alone, and a line about it."""
-    runs = [folder for folder in Path("runs").glob("*") if holds_run(folder)]
-    runs.sort(key=lambda run: max(file.stat().st_mtime for file in (run, *run.glob("checkpoints"))), reverse=True)
-    if not runs:
-        raise CheckpointError(f"nothing to resume: {Path.cwd() / 'runs'} holds no run; name its folder with --run_dir")
-    if len(runs) > 1:
-        more = f"; and {len(runs) - 5} more" if len(runs) > 5 else ""
-        commands = "; ".join(f"{resume} --run_dir {shlex.quote(str(run))}" for run in runs[:5])
-        raise CheckpointError(f"{resume} of which run? the newest first: {commands}{more}")
-    return str(runs[0]), f"run folder {runs[0]}, the only run in runs"
-
-
 def parse_flags(command: Command, argv: Sequence[str]) -> Request:
     """Read the words after the command's name. Raises ConfigError with one line per problem."""
     request, problems = Request(), list[str]()
@@ -148,8 +144,7 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Request:
 
 
 def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
-    """Read the keywords of a call in Python; None is an option that is not given. Raises ConfigError with one line
-    per problem."""
+    """Read the keywords of a call in Python; None is an option that is not given. Raises ConfigError."""
     by_name = {name: option for option in command.all_options for name in (field_of(option), option.name)}
     request, problems = Request(), list[str]()
     for name, value in _flat("", keywords, command):
@@ -173,7 +168,6 @@ def parse_keywords(command: Command, keywords: Mapping[str, Any]) -> Request:
 
 
 def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of dotted name and value: data={"root": X} becomes ("data.root", X)."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in command.known_options:
@@ -183,7 +177,6 @@ def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert scalars of NumPy and torch to numbers, paths to text, lists to tuples."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, str | os.PathLike):
@@ -200,7 +193,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def check_required(command: Command, request: Request) -> None:
-    """Raises ConfigError for an option that has no default and was not given."""
     wanted = [option for option in command.own_options if option.info.is_required()]
     for option in wanted:
         if option.name not in request.options:

@@ -34,8 +34,7 @@ from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
 
 _SECONDS, _LEAST_SAMPLE = 3.0, 20  # seconds after which no more images are read, once there are _LEAST_SAMPLE
-_MANY_IMAGES = 1_000_000
-"""Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
+_MANY_IMAGES = 1_000_000  # from which on training starts from scratch: DINO's and DINOv2's authors had 1.28 million
 _LEAST_BATCH = 32
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE, _CONTINUED_IMAGES = 600_000, 50_000, 64, 16_000
 
@@ -57,21 +56,16 @@ def run(options: AdviseOptions) -> Result:
         cure = f"released weights have 3 channels, these images {facts.channels}: gather more images"
         if facts.has_color:
             cure = f"take released features, dino-ds {_embed(options)}"
-        raise ConfigError(
-            f"{facts.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
-        )
+        few = f"{facts.images} images are too few to learn from (LightlyTrain recommends several thousand)"
+        raise ConfigError(f"{few}: {cure}")
     rows = advise(facts)
     flags = _train_flags(options, facts.recipe, rows, images)
     several = ["deepspeed", "--num_gpus", str(gpus), "--module", "dino_ds.train"]
     words = [word for name, value in {"config": facts.recipe, **flags}.items() for word in (f"--{name}", value)]
-    result: dict[str, Any] = {
-        "decisive": facts._asdict(),
-        "found": images,
-        "gpus": gpus,
-        "advice": [row._asdict() for row in rows],
-        "command": shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words]),
-        "notes": [*images.pop("notes"), *_notes(facts, images, options, flags)],
-    }
+    result: dict[str, Any] = {"decisive": facts._asdict(), "found": images, "gpus": gpus}
+    result["advice"] = [row._asdict() for row in rows]
+    result["command"] = shlex.join([*(several if gpus > 1 else ("dino-ds", "train")), *words])
+    result["notes"] = [*images.pop("notes"), *_notes(facts, images, options, flags)]
     result["ways"] = [
         {"way": name, "gave": gave, "minutes": minutes, "command": command or result["command"]}
         for name, gave, minutes, command in _ways(facts, options, flags)
@@ -83,9 +77,8 @@ def run(options: AdviseOptions) -> Result:
 
 def look_at(source: Source, sample: int) -> dict[str, Any]:
     """Facts about the source and `sample` random images, read as in a run. Raises DataError if none can be read."""
-    print(
-        f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
-    )
+    some = f"{min(sample, len(source)):,} of {len(source):,}"
+    print(f"looking at {some} images, 3 s at most", file=sys.stderr, flush=True)
     most, began = Recipe().data.max_pixels, time.monotonic()
     seen, sides, unreadable = Sample(), list[int](), list[str]()
     chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
@@ -109,24 +102,19 @@ def look_at(source: Source, sample: int) -> dict[str, Any]:
             break
     if not sides:
         raise DataError(f"none of the {len(unreadable)} images looked at can be read, such as {unreadable[0]}")
-    return {
-        "images": len(source),
-        "looked_at": len(sides) + len(unreadable),
-        "unreadable": {"count": len(unreadable), "first": next(iter(unreadable), None)},
-        "classes": None if source.classes is None else len(source.classes),
-        "channels": channels,
-        "gray": all(len(image.mean) == 1 for image in seen.values),
-        "types": sorted({image.type for image in seen.values}),
-        "unknown_range": seen.measured if seen.deep and seen.chosen is None else None,
-        "notes": [*getattr(source, "notes", ()), *note_stacks(seen.stacks)],
-        "side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)},
-    }
+    facts: dict[str, Any] = {"images": len(source), "looked_at": len(sides) + len(unreadable)}
+    facts["unreadable"] = {"count": len(unreadable), "first": next(iter(unreadable), None)}
+    facts |= {"classes": None if source.classes is None else len(source.classes), "channels": channels}
+    facts["gray"] = all(len(image.mean) == 1 for image in seen.values)
+    facts["types"] = sorted({image.type for image in seen.values})
+    facts["unknown_range"] = seen.measured if seen.deep and seen.chosen is None else None
+    facts["notes"] = [*getattr(source, "notes", ()), *note_stacks(seen.stacks)]
+    return facts | {"side": {"min": min(sides), "median": int(np.median(sides)), "max": max(sides)}}
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
-    for k-NN, unless a folder of test images is beside them. Where more of the `images` that were looked at are
-    unreadable than a run allows, twice their share is."""
+    """The options of `train` that differ from the recipe. A tenth of images with classes is held out, unless test
+    images are beside them. Twice the share of unreadable ones is allowed where it is more than a run allows."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
@@ -146,9 +134,8 @@ def _notes(
     facts: Situation, images: Mapping[str, Any], options: AdviseOptions, flags: Mapping[str, str]
 ) -> Iterator[str]:
     if facts.has_color and not facts.is_tiny and not images["unknown_range"]:
-        yield (
-            f"first, without training (DINOv2's model card: good features out of the box)\n  dino-ds {_embed(options)}"
-        )
+        why = "DINOv2's model card: good features out of the box"
+        yield f"first, without training ({why})\n  dino-ds {_embed(options)}"
     if not facts.gpus:
         yield "no GPU here: --gpus 1 advises for a machine with one"
     about = ("data.source", "data.root", "data.value_range", "crops.", "model.")
@@ -158,15 +145,12 @@ def _notes(
         share, first = count / images["looked_at"], images["unreadable"]["first"]
         allowed = flags.get("data.max_bad_fraction")
         effect = f"more than a run allows: the commands allow {float(allowed):.0%}" if allowed else "and are skipped"
-        yield (
-            f"{share:.1%} of the images can't be read as {_channels(images)}, such as {first}, {effect}; all of them: "
-            f"{look}"
-        )
+        unreadable = f"{share:.1%} of the images can't be read as {_channels(images)}, such as {first}"
+        yield f"{unreadable}, {effect}; all of them: {look}"
     if images["unknown_range"]:
-        yield (
-            f"which {' and '.join(images['types'])} values are black and white is not known: the command has the "
-            "lowest and highest of images looked at, and skips images beyond: widen --data.value_range where there are"
-        )
+        has = "the lowest and highest of images looked at, and skips images beyond: widen --data.value_range"
+        values = f"{' and '.join(images['types'])} values"
+        yield f"which {values} are black and white is not known: the command has {has} where there are"
     if images["types"] != ["uint8"] or not facts.has_color:
         finds = f"the run finds their {'mean' if images['unknown_range'] else 'range and mean'}"
         yield f"{_channels(images)} of {', '.join(images['types'])}: {finds}, as this does\n  {look}"
@@ -190,16 +174,12 @@ def _channels(images: Mapping[str, Any]) -> str:
 
 
 def _page(result: Mapping[str, Any], images_of: str) -> str:
-    """Text of 120 columns; images_of: folder or source of the images."""
     images, side = result["found"], result["found"]["side"]
     classes = "no labels" if images["classes"] is None else f"{images['classes']:,} classes"
-    lines = [
-        f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}",
-        f"size     shorter side {side['min']:,} to {side['max']:,} px, {side['median']:,} in the median; "
-        f"{_channels(images)}, {', '.join(images['types'])}",
-        f"GPUs     {result['gpus'] or 'none'}",
-        "",
-    ]
+    lines = [f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}"]
+    sizes = f"{side['min']:,} to {side['max']:,} px, {side['median']:,} in the median"
+    lines += [f"size     shorter side {sizes}; {_channels(images)}, {', '.join(images['types'])}"]
+    lines += [f"GPUs     {result['gpus'] or 'none'}", ""]
     for row in result["advice"]:
         start = f"{row['setting']:<14} {row['value']:<31} "
         lines += textwrap.wrap(f"{start}{row['why']}", 120, subsequent_indent=" " * 47, break_on_hyphens=False)
@@ -212,8 +192,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
 
 
 class Situation(NamedTuple):
-    """The facts that decide. side: median of the images' shorter sides, in pixels; channels: 1 and 3 are treated alike,
-    since gray is read as RGB; gpus: their number, 0 for a CPU."""
+    """The facts that decide. side: median of the shorter sides in pixels; channels: gray is read as RGB."""
 
     images: int
     side: int
@@ -284,10 +263,8 @@ def advise(facts: Situation) -> list[Row]:
         why = f"as measured (docs/continue.md), at most {MOST_PASSES:,} times each image; {first}"
         if not facts.teacher:
             value += f", {images * _cpu_seconds(facts, rows[-1].flags) / 3600:.1f} h of a core"
-            why = (
-                f"recipe small's, at most {MOST_PASSES:,} times each image; the time within a factor of 2 "
-                f"(docs/notes/advice.md); {first}"
-            )
+            within = "the time within a factor of 2 (docs/notes/advice.md)"
+            why = f"recipe small's, at most {MOST_PASSES:,} times each image; {within}; {first}"
         return [*rows, Row("length", value, why, {"length": f"{images} images"})]
     if not facts.weights:
         return [*rows, *_from_scratch(facts)]
@@ -300,9 +277,8 @@ def advise(facts: Situation) -> list[Row]:
 
 
 def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) -> Iterator[tuple[str, str, float, str]]:
-    """Yield the ways to features that a CPU can take with images in color, as in the study of docs/continue.md: name,
-    what it gave there, minutes of a core, and the command or "" for the advised one. The seconds of a core for an image
-    were measured on one machine; to teach, with the largest crops that are advised."""
+    """Yield the ways to features that a CPU can take with images in color, as in docs/continue.md: name, what it gave
+    there, minutes of a core (as measured on one machine), and the command or "" for the advised one."""
     if facts.teacher is None:
         return
     of_all = ("eval.", "data.max_bad_fraction", "data.value_range")
@@ -426,10 +402,8 @@ def _from_scratch(facts: Situation) -> Iterator[Row]:
         yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
     elif facts.recipe != "small_vits16":  # its objective has no prototypes, and its momentum is for few images
         ema = f"{round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4):g}"
-        why = (
-            "DINO: 0.996 at 512, 0.9995 at 256 (main_dino.py); LightlyTrain: 0.99 up to 20,000 images; here as many "
-            "images as DINO's 0.996 averages, at most a hundredth of the run, but 0.99 or more: rule of thumb"
-        )
+        why = "DINO: 0.996 at 512, 0.9995 at 256 (main_dino.py); LightlyTrain: 0.99 up to 20,000 images; here as many "
+        why += "images as DINO's 0.996 averages, at most a hundredth of the run, but 0.99 or more: rule of thumb"
         yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
         outputs = min(2 ** int(math.log2(facts.images / 16)), 65536)
         why = "at least 16 images for each, and 1,024: rule of thumb; LightlyTrain has 1,024 (20,000 images) to 65,536"

@@ -22,8 +22,7 @@ from dino_ds.options.commands import PlanOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning import fit
 
-_IMAGES = 1_000_000
-"""Images whose hours are estimated if the recipe's length is in epochs: the planner does not see the dataset."""
+_IMAGES = 1_000_000  # whose hours are estimated if the length is in epochs: the data set is not seen
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> Result:
@@ -61,7 +60,6 @@ def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_p
 
 
 def _verdict(recipe: Recipe, cluster: fit.Cluster, result: Mapping[str, Any]) -> str:
-    """It fits, it fits with a change, or it does not fit."""
     needs = f"{sum(result['bytes_per_gpu'].values()) / GIB:.1f} of {cluster.gpu.memory_gib:g} GiB"
     largest = result["max_micro_batch_of_global_batch"]
     if result["fits"]:
@@ -79,7 +77,6 @@ def _verdict(recipe: Recipe, cluster: fit.Cluster, result: Mapping[str, Any]) ->
 def _describe(
     recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: fit.Cluster, config: DsConfig, memory: Memory
 ) -> dict[str, Any]:
-    """The result of `dino-ds plan` without the verdict, as plain values for JSON."""
     world, batch, limit = cluster.world_size, recipe.data.global_batch, cluster.gpu.memory_gib
     largest = fit.largest_micro_batch(recipe, ds, path, world, limit)
     notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
@@ -88,39 +85,24 @@ def _describe(
     by_epochs = recipe.length.unit == "epochs"
     steps = -(-_IMAGES // batch) if by_epochs else recipe.length.in_steps(batch, 1)
     work = f"{_IMAGES:,} images" if by_epochs else f"length {recipe.length}"
-    kept = {name: dataclasses.replace(config, checkpoint_blocks=n) for name, n in (("without", 0), ("with", "all"))}
-    return {
-        "fits": memory.gib <= limit,
-        "backbone": recipe.model.backbone,
-        "our_vit": isinstance(recipe.model.spec(), ViTSpec),
-        "weights": count_parameters(recipe),
-        "trained_weights": sum(student_facts(recipe).trained.values()),
-        "trained": recipe.model.train,
-        "crops": describe_crops(recipe.groups),
-        "gpu": cluster.gpu.name,
-        "gpus_per_node": cluster.gpus,
-        "nodes": cluster.nodes,
-        "limit_bytes": round(limit * GIB),
-        "moment": memory.moment,
-        "bytes_per_gpu": memory.parts,
-        "activation_bytes": {
-            f"{name}_checkpointing": round(step_costs(recipe, blocks, on_gpu=True).saved)
-            for name, blocks in kept.items()
-        },
-        "bytes_per_node": fit.host_bytes(recipe, config, cluster.gpus, world),
-        "checkpoint_bytes": fit.checkpoint_bytes(recipe),
-        "global_batch": batch,
-        "micro_batch": config.micro_batch,
-        "accumulation": config.accumulation,
-        "max_micro_batch": largest,
-        "max_micro_batch_of_global_batch": max((n for n in fit.micro_batches(batch, world) if n <= largest), default=0),
-        "flops_per_gpu": flops,
-        "time": fit.describe_hours(cluster.gpu, flops * steps, work),
-        "assumptions": {"fragmentation": fit.FRAGMENTATION},
-        "ds_config": dict(ds),
-        "ds_path": path,
-        "notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)],
-    }
+    blocks: dict[str, int | str] = {"without": 0, "with": "all"}
+    kept = {name: dataclasses.replace(config, checkpoint_blocks=number) for name, number in blocks.items()}
+    activations = {name: round(step_costs(recipe, other, on_gpu=True).saved) for name, other in kept.items()}
+    fitting = [size for size in fit.micro_batches(batch, world) if size <= largest]
+    result: dict[str, Any] = {"fits": memory.gib <= limit, "backbone": recipe.model.backbone}
+    result |= {"our_vit": isinstance(recipe.model.spec(), ViTSpec), "weights": count_parameters(recipe)}
+    result |= {"trained_weights": sum(student_facts(recipe).trained.values()), "trained": recipe.model.train}
+    result |= {"crops": describe_crops(recipe.groups), "gpu": cluster.gpu.name, "gpus_per_node": cluster.gpus}
+    result |= {"nodes": cluster.nodes, "limit_bytes": round(limit * GIB), "moment": memory.moment}
+    result |= {"bytes_per_gpu": memory.parts}
+    result |= {"activation_bytes": {f"{name}_checkpointing": size for name, size in activations.items()}}
+    result |= {"bytes_per_node": fit.host_bytes(recipe, config, cluster.gpus, world)}
+    result |= {"checkpoint_bytes": fit.checkpoint_bytes(recipe), "global_batch": batch}
+    result |= {"micro_batch": config.micro_batch, "accumulation": config.accumulation, "max_micro_batch": largest}
+    result |= {"max_micro_batch_of_global_batch": max(fitting, default=0), "flops_per_gpu": flops}
+    result |= {"time": fit.describe_hours(cluster.gpu, flops * steps, work)}
+    result |= {"assumptions": {"fragmentation": fit.FRAGMENTATION}, "ds_config": dict(ds), "ds_path": path}
+    return result | {"notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)]}
 
 
 def _page(result: Mapping[str, Any]) -> str:
@@ -132,29 +114,19 @@ def _page(result: Mapping[str, Any]) -> str:
     weights = f"{result['weights'] / 1e6:.1f} M weights{learning if result['trained'] != ALL else ''}"
     activations = [f"{result['activation_bytes'][f'{word}_checkpointing'] / GIB:.2f}" for word in ("without", "with")]
     workspaces = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
-    lines = [
-        f"plan: {result['backbone']}, {weights}, crops {result['crops']}",
-        f"on {gpus} x {result['gpu']}{nodes}, {limit / GIB:.1f} GiB each; {result['ds_path']}",
-        f"global batch {result['global_batch']} = {batch}",
-        "",
-        result["verdict"],
-        "",
-        markdown_table(
-            (f"a GPU at {result['moment']}", "GiB"), [*_sizes(result["bytes_per_gpu"]), ("sum", f"{total / GIB:.2f}")]
-        ),
-        "",
-        f"activations without checkpointing {activations[0]} GiB, with {activations[1]}",
-        f"a node's host memory {sum(result['bytes_per_node'].values()) / GIB:.1f} GiB: "
-        + ", ".join(f"{name} {gib}" for name, gib in _sizes(result["bytes_per_node"])),
-        f"a checkpoint {result['checkpoint_bytes'] / GIB:.2f} GiB",
-        result["time"],
-        *([] if result["our_vit"] else [f"note: {workspaces}"]),
-        *[f"warning: {line}" for line in result["warnings"]],
-        *[f"note: {line}" for line in result["notes"]],
-        "note: measured on the machine itself, not predicted: dino-ds bench tune",
-        *([f"written: {result['written']}"] if result["written"] else []),
-    ]
-    return "\n".join(lines)
+    rows = [*_sizes(result["bytes_per_gpu"]), ("sum", f"{total / GIB:.2f}")]
+    host = ", ".join(f"{name} {gib}" for name, gib in _sizes(result["bytes_per_node"]))
+    lines = [f"plan: {result['backbone']}, {weights}, crops {result['crops']}"]
+    lines += [f"on {gpus} x {result['gpu']}{nodes}, {limit / GIB:.1f} GiB each; {result['ds_path']}"]
+    lines += [f"global batch {result['global_batch']} = {batch}", "", result["verdict"], ""]
+    lines += [markdown_table((f"a GPU at {result['moment']}", "GiB"), rows), ""]
+    lines += [f"activations without checkpointing {activations[0]} GiB, with {activations[1]}"]
+    lines += [f"a node's host memory {sum(result['bytes_per_node'].values()) / GIB:.1f} GiB: {host}"]
+    lines += [f"a checkpoint {result['checkpoint_bytes'] / GIB:.2f} GiB", result["time"]]
+    lines += [] if result["our_vit"] else [f"note: {workspaces}"]
+    lines += [*(f"warning: {line}" for line in result["warnings"]), *(f"note: {line}" for line in result["notes"])]
+    lines += ["note: measured on the machine itself, not predicted: dino-ds bench tune"]
+    return "\n".join([*lines, *([f"written: {result['written']}"] if result["written"] else [])])
 
 
 def _sizes(parts: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -44,10 +44,8 @@ _LOAD_CURES = {
     "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
 }
 _ANSWER_SECONDS = 180  # enough to import torch from a cold network disk
-_FORM = (
-    "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "
-    "ports and IPv6 addresses belong into ~/.ssh/config"
-)
+_FORM = "a name of letters, digits, '.', '-' and '_', and 1 to 1024 slots without spaces, as in node1 slots=8; users, "
+_FORM += "ports and IPv6 addresses belong into ~/.ssh/config"
 _LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,252})[ \t]+slots=([0-9]{1,4})[ \t]*(#.*)?", re.ASCII)
 
 
@@ -95,8 +93,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
     kept = {key: value for key, value in ds.items() if key not in sizes}
     config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
     if config.performance.compile != "off":
-        path = shutil.which("g++")
-        cure = "dino_ds.compile needs a compiler: apt-get install g++"
+        path, cure = shutil.which("g++"), "dino_ds.compile needs a compiler: apt-get install g++"
         yield make_finding("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
     yield from look_at_gpus(config.precision)
     import torch
@@ -144,7 +141,6 @@ def look_at_software() -> Iterator[Finding]:
 
 
 def look_at_gpus(precision: str) -> Iterator[Finding]:
-    """Check the GPUs, and whether the device supports the ds config's precision."""
     import torch
 
     from dino_ds.planning.measure import find_gpus
@@ -165,9 +161,8 @@ def look_at_gpus(precision: str) -> Iterator[Finding]:
             torch.cuda.is_available()
         complaint = f": {one_line(caught[0].message, 200)}" if caught else ""
         text = f"a driver is here, and torch (CUDA {torch.version.cuda}) finds no GPU{complaint}"
-        cure = (
-            "install torch with CUDA; nvidia-smi must list the GPUs, and the driver may not be older than torch's CUDA"
-        )
+        cure = "install torch with CUDA; nvidia-smi must list the GPUs, "
+        cure += "and the driver may not be older than torch's CUDA"
         yield make_finding("gpu", text, cure, level=FAILURE)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else True
     fp16 = True if gpus else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -178,14 +173,12 @@ def look_at_gpus(precision: str) -> Iterator[Finding]:
 
 
 def _existing_folder(path: str) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
     return next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.is_dir())
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """The slots of each machine, in the order of the file. Raises ConfigError that names the line. Stricter than
-    DeepSpeed, which passes any text of the file to ssh and to remote shells: a host named "-oProxyCommand=..." runs a
-    command on the launching machine."""
+    """The slots of each machine, in order. Raises ConfigError that names the line. Stricter than DeepSpeed, which
+    passes any text to ssh and remote shells: a host "-oProxyCommand=..." runs a command on the launching machine."""
     hosts: dict[str, int] = {}
     for number, text in enumerate(read_text(path, "a hostfile, one line a machine").split("\n"), 1):
         line = text.strip()
@@ -230,7 +223,6 @@ def look_at_machines(
 
 
 def _ask(command: list[str], question: str) -> dict[str, Any] | str:
-    """The answer of a machine, or why there is none."""
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:

@@ -22,8 +22,7 @@ from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.own import teachers_of
 
-REACHED = 0.3, 0.5
-"""Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
+REACHED = 0.3, 0.5  # shares of a card's peak that published trainings reach, low and high; nothing was measured here
 _FP32, _STATE = 4, 12  # bytes of an FP32 weight, and of a trained one's master weight with Adam's two moments
 
 
@@ -37,10 +36,8 @@ class Gpu(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """`nodes` machines with `gpus` cards of the same kind in each."""
-
     gpu: Gpu
-    gpus: int
+    gpus: int  # of a node
     nodes: int
 
     @property
@@ -61,56 +58,30 @@ class Machine(NamedTuple):
     libraries: int = 0
 
     def in_common(self, other: Machine) -> Machine:
-        """Return the resources that both machines have: every rank trains with the same config."""
-        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
-        return Machine(
-            self.ranks,
-            max(self.ranks_per_node, other.ranks_per_node),
-            min(self.host_gib, other.host_gib),
-            min(cards, default=None),
-            self.bf16 and other.bf16,
-            self.fp16 and other.fp16,
-            max(self.libraries, other.libraries),
-        )
+        card = min((m.card_gib for m in (self, other) if m.card_gib is not None), default=None)
+        here, host = max(self.ranks_per_node, other.ranks_per_node), min(self.host_gib, other.host_gib)
+        both = self.bf16 and other.bf16, self.fp16 and other.fp16
+        return Machine(self.ranks, here, host, card, *both, libraries=max(self.libraries, other.libraries))
 
 
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("rtx3070-8g", 7.7, 40.6),
-        Gpu("rtx4060-8g", 7.6, 30.2),
-        Gpu("rtx3080-10g", 9.7, 59.5),
-        Gpu("rtx2080ti-11g", 10.7, 53.8, bf16=False),
-        Gpu("rtx5070-12g", 11.4, 61.7),
-        Gpu("rtx3060-12g", 11.6, 25.5),
-        Gpu("rtx3080-12g", 11.6, 61.3),
-        Gpu("rtx4070-12g", 11.6, 58.3),
-        Gpu("t4-16g", 14.5, 65.0, bf16=False),
-        Gpu("v100-16g", 15.7, 125.0, bf16=False),
-        Gpu("rtx4080-16g", 15.6, 97.5),
-        Gpu("a10-24g", 22.0, 125.0),
-        Gpu("l4-24g", 22.0, 121.0),
-        Gpu("rtx3090-24g", 23.6, 71.0),
-        Gpu("rtx4090-24g", 23.6, 165.2),
-        Gpu("v100-32g", 31.7, 125.0, bf16=False),
-        Gpu("rtx5090-32g", 31.3, 209.5),
-        Gpu("a100-40g", 39.4, 312.0),
-        Gpu("l40s-48g", 44.4, 362.0),
-        Gpu("a6000-48g", 47.4, 154.8),
-        Gpu("a100-80g", 79.1, 312.0),
-        Gpu("h100-80g", 79.1, 989.0),
-        Gpu("h200-141g", 139.7, 989.0),
-        Gpu("b200-180g", 178.3, 2250.0),
-    )
-}
+_CARDS = (
+    Gpu("rtx3070-8g", 7.7, 40.6), Gpu("rtx4060-8g", 7.6, 30.2), Gpu("rtx3080-10g", 9.7, 59.5),
+    Gpu("rtx2080ti-11g", 10.7, 53.8, bf16=False), Gpu("rtx5070-12g", 11.4, 61.7), Gpu("rtx3060-12g", 11.6, 25.5),
+    Gpu("rtx3080-12g", 11.6, 61.3), Gpu("rtx4070-12g", 11.6, 58.3), Gpu("t4-16g", 14.5, 65.0, bf16=False),
+    Gpu("v100-16g", 15.7, 125.0, bf16=False), Gpu("rtx4080-16g", 15.6, 97.5), Gpu("a10-24g", 22.0, 125.0),
+    Gpu("l4-24g", 22.0, 121.0), Gpu("rtx3090-24g", 23.6, 71.0), Gpu("rtx4090-24g", 23.6, 165.2),
+    Gpu("v100-32g", 31.7, 125.0, bf16=False), Gpu("rtx5090-32g", 31.3, 209.5), Gpu("a100-40g", 39.4, 312.0),
+    Gpu("l40s-48g", 44.4, 362.0), Gpu("a6000-48g", 47.4, 154.8), Gpu("a100-80g", 79.1, 312.0),
+    Gpu("h100-80g", 79.1, 989.0), Gpu("h200-141g", 139.7, 989.0), Gpu("b200-180g", 178.3, 2250.0),
+)  # fmt: skip
 """Peaks are dense TFLOP/s of bf16 (fp16 without bf16) with FP32 accumulation, by NVIDIA's data sheets of T4, V100, A10,
 A100, A6000, L4, L40S, H100, H200 and HGX B200, and whitepapers of the GeForce cards (Turing to Blackwell).
 Memory is what torch finds on such a card, as its out-of-memory errors print it: less than the number on the box."""
+GPUS = {card.name: card for card in _CARDS}
 
 
 def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """Return the card of that name, or of the only name of which this is a part, with `memory_gib` if given; without a
-    name, a card of which only `memory_gib` is known. Raises ConfigError."""
+    """The card of that name or of a part of it, with `memory_gib` if given. Raises ConfigError."""
     if name is None:
         if memory_gib is None:
             raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
@@ -119,26 +90,22 @@ def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
     near = [name] if name in GPUS else [key for key in GPUS if len(word) > 1 and word in key.replace("-", "")]
     if len(near) != 1:
         hint = suggestion(near[:3]) if near else did_you_mean(name, GPUS)
-        raise ConfigError(
-            f"--gpu {name}: this card is not in the table: there is {', '.join(GPUS)}, or give --memory_gib.{hint}"
-        )
+        known = f"there is {', '.join(GPUS)}, or give --memory_gib.{hint}"
+        raise ConfigError(f"--gpu {name}: this card is not in the table: {known}")
     return GPUS[near[0]] if memory_gib is None else GPUS[near[0]]._replace(memory_gib=memory_gib)
 
 
 def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
     """Describe in a sentence the hours of `work`, which takes `flops` on each card."""
+    each = f"{short(flops / 1e15)} PFLOP on each GPU"
     if gpu.tflops is None:
-        return f"{work}: {short(flops / 1e15)} PFLOP on each GPU, whose peak is not known here"
+        return f"{work}: {each}, whose peak is not known here"
     least, most = (short(flops / (share * gpu.tflops * 1e12) / 3600) for share in reversed(REACHED))
     low, high = (f"{100 * share:.0f}" for share in REACHED)
-    return (
-        f"{work}: {least} to {most} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to {low} % of the peak of "
-        f"{gpu.name}; not measured"
-    )
+    return f"{work}: {least} to {most} hours, {each} at {high} to {low} % of the peak of {gpu.name}; not measured"
 
 
 def find_machine() -> Machine:
-    """Find the resources of this rank."""
     import torch
 
     from dino_ds.basics.machine import host_memory_gib
@@ -148,16 +115,10 @@ def find_machine() -> Machine:
     card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
     here, libraries = distributed.local_world_size(), memory_gib()
     total, free = host_memory_gib()
-    return Machine(
-        distributed.world_size(),
-        here,
-        # On a CPU the run is in host memory: it may use 90 % of what is free, and the libraries that are loaded.
-        total if card else 0.9 * free + here * libraries,
-        card.total_memory / 2**30 if card else None,
-        bf16=card is None or card.major >= 8,
-        fp16=fp16_supported(),
-        libraries=round(libraries * 2**30),
-    )
+    # On a CPU the run is in host memory: it may use 90 % of what is free, and the libraries that are loaded.
+    host, card_gib = (total, card.total_memory / 2**30) if card else (0.9 * free + here * libraries, None)
+    able = card is None or card.major >= 8, fp16_supported()
+    return Machine(distributed.world_size(), here, host, card_gib, *able, libraries=round(libraries * 2**30))
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
@@ -228,7 +189,6 @@ def micro_batches(global_batch: int, world_size: int) -> list[int]:
 
 
 def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
-    """Return `ds` with this micro-batch and accumulation."""
     kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
     return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
 
@@ -252,14 +212,8 @@ class Shape(NamedTuple):
         return f"ZeRO {self.stage}{', checkpointing' if self.checkpointing else ''}{offload}"
 
 
-SHAPES = [
-    Shape(1, "", False),
-    *(
-        Shape(stage, offload, checkpointing)
-        for stage, offload in ((2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "optimizer and weights"))
-        for checkpointing in (False, True)
-    ),
-]
+_PLACES = ((2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "optimizer and weights"))  # stage, offload
+SHAPES = [Shape(1, "", False), *(Shape(*place, checkpointing) for place in _PLACES for checkpointing in (False, True))]
 """In the order in which they are tried. Stage 1 takes the whole batch at once: it would accumulate in low precision."""
 
 
@@ -270,12 +224,8 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
     if shape.stage < 3:
         zero["allgather_bucket_size"] = "auto"
     else:
-        zero |= {
-            "stage3_prefetch_bucket_size": 20_000_000,
-            "stage3_param_persistence_threshold": 100_000,
-            "stage3_max_live_parameters": 200_000_000,
-            "stage3_max_reuse_distance": 200_000_000,
-        }
+        zero |= {"stage3_prefetch_bucket_size": 20_000_000, "stage3_param_persistence_threshold": 100_000}
+        zero |= {"stage3_max_live_parameters": 200_000_000, "stage3_max_reuse_distance": 200_000_000}
     offloaded = {"": (), "optimizer": ("optimizer",), "optimizer and weights": ("optimizer", "param")}[shape.offload]
     zero |= {f"offload_{part}": {"device": "cpu", "pin_memory": True} for part in offloaded}
     scaling = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
@@ -297,8 +247,7 @@ def recommend(
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
 ) -> tuple[Shape, dict[str, Any], DsConfig, Memory]:
     """Recommend a ds JSON, with its shape, config and memory, for the recipe's global batch, a multiple of the GPUs:
-    lowest ZeRO stage that fits, recomputation before offload, largest micro-batch. Raises ConfigError, with remedies.
-    """
+    lowest ZeRO stage that fits, recomputation before offload, largest micro-batch. Raises ConfigError."""
     changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}  # an offloaded one clips by one norm
     if recipe.optimizer.kind in COMMUNICATES_IN_STEP:  # and steps on the host, where LARS and Muon can't communicate
         changes["kind"] = "adamw"
@@ -328,10 +277,9 @@ def recommend(
     options = " and ".join(f"--optimizer.{key} {value}" for key, value in changes.items())
     offloading = f"{options}, which allows offloading, " if changes else ""
     needed = min((fit(recipe, ds, RECOMMENDED, ranks, 1)[1].gib, str(shape)) for shape, ds in allowed.items())
-    raise ConfigError(
-        f"nothing fits {limit_gib:g} GiB: {needed[1]} with one image at a time needs {needed[0]:.1f} GiB. Take "
-        f"{offloading}more GPUs, larger ones, a smaller model or the recipe for small images, --config {SMALL}"
-    )
+    least = f"{needed[1]} with one image at a time needs {needed[0]:.1f} GiB"
+    more = f"{offloading}more GPUs, larger ones, a smaller model or the recipe for small images, --config {SMALL}"
+    raise ConfigError(f"nothing fits {limit_gib:g} GiB: {least}. Take {more}")
 
 
 def check_new(path: Path) -> None:

@@ -46,10 +46,8 @@ from dino_ds.method.step import TrainingStep
 from dino_ds.run.run_folder import versions
 
 MIB = 2**20
-EPOCH_STEPS = 1000
-"""Steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does."""
-MEMORY_STEPS = 2
-"""Steps after which the peak of memory is known: the second is the first with Adam's moments."""
+EPOCH_STEPS = 1000  # steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does
+MEMORY_STEPS = 2  # steps after which the peak of memory is known: the second is the first with Adam's moments
 _CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -129,7 +127,6 @@ def clock_of(device: torch.device, waits: bool = False) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -201,18 +198,12 @@ def clock_name(clock: str) -> str:
 
 def about(recipe: Recipe, batch: int) -> dict[str, Any]:
     """The part of a bench's result about network, batch and machine; "prototypes" are those of all heads."""
-    return {
-        "backbone": recipe.model.backbone,
-        "crops": describe_crops(recipe.groups),
-        "prototypes": sum(head.prototypes for head in heads_of(recipe).values()),
-        "batch": batch,
-        "processes": distributed.world_size(),
-        "host": describe_host(),
-    }
+    prototypes = sum(head.prototypes for head in heads_of(recipe).values())
+    facts = {"backbone": recipe.model.backbone, "crops": describe_crops(recipe.groups), "prototypes": prototypes}
+    return facts | {"batch": batch, "processes": distributed.world_size(), "host": describe_host()}
 
 
 def heading(title: str, result: dict[str, Any]) -> str:
-    """The lines above a table."""
     prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
     setting = f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process"
     return f"{title}: {setting}, {result['processes']} process(es)\n{host_line(result['host'])}\n"
@@ -223,21 +214,14 @@ def describe_host() -> dict[str, Any]:
     cuda, path = torch.cuda.is_available(), Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "host": platform.node(),
-        "cpu": next(models, platform.machine()),
-        "cores": len(distributed.usable_cores()),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "cuda": torch.version.cuda if cuda else None,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-    }
+    host: dict[str, Any] = {"host": platform.node(), "cpu": next(models, platform.machine())}
+    host |= {"cores": len(distributed.usable_cores()), "threads": torch.get_num_threads()}
+    host |= {"gpu": torch.cuda.get_device_name() if cuda else None, "cuda": torch.version.cuda if cuda else None}
+    host["load_average"] = [round(load, 2) for load in os.getloadavg()]
+    return host | {"date": datetime.date.today().isoformat(), "versions": versions()}
 
 
 def host_line(host: dict[str, Any]) -> str:
-    """`describe_host` as one line of text."""
     where = host["gpu"] or f"{host['cpu']}, {host['cores']} cores, {host['threads']} thread(s) used"
     packages = ", ".join(f"{name} {host['versions'][name]}" for name in ("torch", "deepspeed", "dino_ds"))
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
@@ -253,7 +237,6 @@ class VisibleGpu(NamedTuple):
 
 
 def find_gpus() -> list[VisibleGpu]:
-    """List the GPUs that torch sees; [] without any."""
     if not torch.cuda.is_available():
         return []
     gpus = []
@@ -264,10 +247,8 @@ def find_gpus() -> list[VisibleGpu]:
     return gpus
 
 
-class ChildFailed(UserError):
+class ChildFailed(UserError, exit_code=1):
     """A process ended without a result."""
-
-    exit_code = 1
 
 
 class ChildResult(NamedTuple):

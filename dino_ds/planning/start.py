@@ -76,14 +76,8 @@ def choose_ds_config(
     if recipe.model.train != ALL:
         elements = sum(student_facts(recipe).trained.values())
         trained = describe_trained(recipe.model.trained, elements, count_parameters(recipe))
-    return ChosenDsConfig(
-        config=start.config,
-        reason=str(start) if start.why else "",
-        memory=line,
-        trained=trained,
-        predicted_gib=memory.gib if memory else None,
-        check_fits=lambda: check_fits(recipe, start, machine),
-    )
+    reason, gib = str(start) if start.why else "", memory.gib if memory else None
+    return ChosenDsConfig(start.config, reason, line, trained, gib, lambda: check_fits(recipe, start, machine))
 
 
 def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Machine) -> Start:

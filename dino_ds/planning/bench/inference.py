@@ -25,17 +25,14 @@ from dino_ds.weights.load import Backbone, load
 BASELINE = "fp32"
 _RANDOM_SIZE = 224
 
-Features = Callable[[Tensor], Tensor]
-"""Images (b, c, h, w) FP32 on the device -> features (b, d)."""
+Features = Callable[[Tensor], Tensor]  # images (b, c, h, w) FP32 on the device -> features (b, d)
 
 
 def run(options: BenchInferenceOptions) -> Result:
-    """Measure every way to run `model` at every batch size, interleaved, on random images. Raises ConfigError,
-    CheckpointError."""
+    """Measure every way to run `model` at every batch size, interleaved, on random images. Raises UserError."""
     if options.random and options.heads is not None:
-        raise ConfigError(
-            f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
-        )
+        instead = f"the architecture {options.model} has its own: leave it out"
+        raise ConfigError(f"--heads {options.heads} is of a file; {instead}")
     begin(1, options.threads, "bench inference")
     if options.random:
         try:
@@ -61,9 +58,8 @@ def run(options: BenchInferenceOptions) -> Result:
         skipped |= why
         rows += _measured(ways, images, options)
     if not rows:
-        raise ConfigError(
-            f"--batches {','.join(map(str, options.batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
-        )
+        reasons = "; ".join(dict.fromkeys(skipped.values()))
+        raise ConfigError(f"--batches {','.join(map(str, options.batches))}: {reasons}: lower them")
     if backbone.is_vit:
         arch = backbone.vit.arch
         sizes = f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
@@ -104,7 +100,6 @@ def _reason(error: Exception) -> str:
 
 
 def _measured(ways: dict[str, Features], images: Tensor, options: BenchInferenceOptions) -> list[dict[str, Any]]:
-    """Measure each way, with as many rounds as fit into `options.seconds`, judged by one pass of all ways."""
     began, batch = time.monotonic(), len(images)
     features = {name: way(images).float().cpu() for name, way in ways.items()}
     exact = features[BASELINE]
@@ -113,42 +108,26 @@ def _measured(ways: dict[str, Features], images: Tensor, options: BenchInference
     repeats = max(5, min(options.rounds, fitting))
     runs = {name: (lambda way=way: way(images)) for name, way in ways.items()}
     timings = time_interleaved(runs, repeats, options.warmup, device())
-    return [
-        {
-            "batch": batch,
-            "way": name,
-            **{f"p{p}_ms": 1000 * float(np.percentile(timing.all_seconds, p)) for p in (50, 95, 99)},
-            "images_per_second": batch / timing.seconds,
-            "ratio": timings[BASELINE].seconds / timing.seconds,
-            "deviation": float(((features[name] - exact).norm(dim=1) / exact.norm(dim=1)).max()),
-            "rounds": repeats,
-            "clock": timing.clock,
-        }
-        for name, timing in timings.items()
-    ]
+    rows = list[dict[str, Any]]()
+    for name, timing in timings.items():
+        latencies = {f"p{p}_ms": 1000 * float(np.percentile(timing.all_seconds, p)) for p in (50, 95, 99)}
+        deviation = float(((features[name] - exact).norm(dim=1) / exact.norm(dim=1)).max())
+        row = {"batch": batch, "way": name, **latencies, "images_per_second": batch / timing.seconds}
+        row |= {"ratio": timings[BASELINE].seconds / timing.seconds, "deviation": deviation}
+        rows.append(row | {"rounds": repeats, "clock": timing.clock})
+    return rows
 
 
 def _page(result: dict[str, Any]) -> str:
     header = ["batch, way", "p50 ms", "p95 ms", "p99 ms", "images/s", f"x {BASELINE}", "deviation", "rounds"]
-    rows = [
-        [
-            f"{row['batch']}, {row['way']}",
-            *(short(row[f"p{percent}_ms"]) for percent in (50, 95, 99)),
-            short(row["images_per_second"]),
-            f"{row['ratio']:.2f}",
-            f"{row['deviation']:.1e}",
-            str(row["rounds"]),
-        ]
-        for row in result["inference"]
-    ]
+    rows = list[list[str]]()
+    for row in result["inference"]:
+        figures = [short(row[name]) for name in ("p50_ms", "p95_ms", "p99_ms", "images_per_second")]
+        compared = f"{row['ratio']:.2f}", f"{row['deviation']:.1e}", str(row["rounds"])
+        rows.append([f"{row['batch']}, {row['way']}", *figures, *compared])
     clock = clock_name(result["inference"][0]["clock"])
-    lines = [
-        f"bench inference: {result['model']} ({result['backbone']}), {result['size']} pixels, {clock}",
-        host_line(result["host"]),
-        "",
-        markdown_table(header, rows),
-        "",
-        *(f"{name} skipped: {reason}" for name, reason in result["skipped"].items()),
-        f"images/s and the ratio to {BASELINE} by the median; deviation from it: the largest |difference| / |features|",
-    ]
-    return "\n".join(lines)
+    lines = [f"bench inference: {result['model']} ({result['backbone']}), {result['size']} pixels, {clock}"]
+    lines += [host_line(result["host"]), "", markdown_table(header, rows), ""]
+    lines += [f"{name} skipped: {reason}" for name, reason in result["skipped"].items()]
+    how = "by the median; deviation from it: the largest |difference| / |features|"
+    return "\n".join([*lines, f"images/s and the ratio to {BASELINE} {how}"])

@@ -41,8 +41,7 @@ _TRACE = "trace.json"
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
-    """Measure the step of `recipe` and `ds`, or of two settings with different values of a key: `compare` ("key=a,b").
-    Raises ConfigError for a setting that does not exist."""
+    """Measure the step of `recipe` and `ds`, or of two settings by `compare` ("key=a,b"). Raises ConfigError."""
     settings = {"step": (recipe, ds)}
     if options.compare is not None:
         key, _, text = options.compare.partition("=")
@@ -80,7 +79,6 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
-    """Run a few steps in the process whose memory is measured."""
     trial = measure.build_trial(*measure.resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
     for _ in range(measure.MEMORY_STEPS):
         trial.run()
@@ -107,23 +105,13 @@ def _measure(
         tflops = flops * images / timing.seconds / 1e12
         rate = measure.matmul_tflops(device(), DTYPES[config.precision])
         shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}
-        summary = {
-            "name": name,
-            "precision": config.precision,
-            "stage": config.stage,
-            "images_per_second": images * ranks / timing.seconds,
-            "step_seconds": timing.seconds,
-            "spread": timing.spread,
-            "clock": timing.clock,
-            "gflop_per_image": flops / 1e9,
-            "tflops": tflops,
-            "matmul_tflops": rate,
-            "mfu": tflops / rate,
-            "parts": {**shares, "other": 1 - sum(shares.values())},
-            "peak_memory_mib": memory_gib() * 1024,
-            "predicted_memory_mib": predicted.gib * 1024,
-        }
-        summaries.append({**summary, **measured, **traced[name]})
+        summary: dict[str, Any] = {"name": name, "precision": config.precision, "stage": config.stage}
+        summary |= {"images_per_second": images * ranks / timing.seconds, "step_seconds": timing.seconds}
+        summary |= {"spread": timing.spread, "clock": timing.clock, "gflop_per_image": flops / 1e9, "tflops": tflops}
+        summary |= {"matmul_tflops": rate, "mfu": tflops / rate}
+        summary |= {"parts": {**shares, "other": 1 - sum(shares.values())}, "peak_memory_mib": memory_gib() * 1024}
+        summary |= {"predicted_memory_mib": predicted.gib * 1024}
+        summaries.append(summary | measured | traced[name])
     return summaries
 
 
@@ -165,12 +153,9 @@ def _page(result: dict[str, Any]) -> str:
         rows["libraries' part, MiB"] = [f"{s['imports_mib']:.0f}" for s in settings]
     for part in (*PARTS, "other"):
         rows[f"part: {part}"] = [f"{100 * s['parts'][part]:.1f} %" for s in settings]
-    lines = [
-        measure.heading("bench step", result),
-        markdown_table(["", *(s["name"] for s in settings)], [(name, *cells) for name, cells in rows.items()]),
-        "",
-        f"{measure.clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model",
-    ]
+    table = [(name, *cells) for name, cells in rows.items()]
+    lines = [measure.heading("bench step", result), markdown_table(["", *(s["name"] for s in settings)], table), ""]
+    lines += [f"{measure.clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model"]
     if "trace" in settings[0]:
         lines += ["", settings[0]["operators"], f"{settings[0]['trace']}: open it in ui.perfetto.dev"]
     if "ratio" in result:
@@ -214,7 +199,6 @@ def all_steps() -> list[LadderStep]:
 
 
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
-    """Return why this step can't be measured here, or None if it can."""
     cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
     of_vits, of_others = ("packed crops", "CLS-only last block", "batched stochastic depth"), ("channels-last images",)
     if step.name in (of_others if is_vit else of_vits):
@@ -232,7 +216,6 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
 
 
 def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.Trial:
-    """Build a trial of this step with `batch` images, in one process."""
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     stage = 0 if step.precision == "fp32" else 1
@@ -269,7 +252,6 @@ class PlainPrototypes(Prototypes):
 
 
 def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
-    """Measure every step that this host can run."""
     batch = measure.begin(options.batch, options.threads, "bench ladder")
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     steps = [step for step in all_steps() if reasons[step.name] is None]
@@ -293,19 +275,15 @@ def run_ladder(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
         row |= {"speedup_total": timings[first].seconds / timing.seconds, "peak_memory_mib": memory[step.name].peak_mib}
         rows.append(row | {"spread": timing.spread})
     exact = [row for row in rows if row["exact"]]
-    result = measure.about(recipe, batch) | {
-        "ladder_steps": rows,
-        "skipped": {name: reason for name, reason in reasons.items() if reason},
-        "exact_total_speedup": exact[-1]["speedup_total"],
-        "exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"],
-        "imports_mib": memory[first].imports_mib,
-        "clock": timings[first].clock,
-    }
+    result = measure.about(recipe, batch) | {"ladder_steps": rows}
+    result |= {"skipped": {name: reason for name, reason in reasons.items() if reason}}
+    result |= {"exact_total_speedup": exact[-1]["speedup_total"]}
+    result |= {"exact_total_memory_ratio": exact[-1]["peak_memory_mib"] / exact[0]["peak_memory_mib"]}
+    result |= {"imports_mib": memory[first].imports_mib, "clock": timings[first].clock}
     return Result(result, _ladder_page(result))
 
 
 def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
-    """Run a few steps in the process whose memory is measured."""
     step = next(step for step in all_steps() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
     for _ in range(measure.MEMORY_STEPS):
@@ -319,26 +297,16 @@ def _take(step: LadderStep, trial: measure.Trial) -> Tensor:
 
 
 def _ladder_page(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            row["name"],
-            "exact" if row["exact"] else "not exact",
-            short(row["images_per_second"]),
-            f"{row['step_seconds']:.4g}",
-            f"{100 * row['spread']:.0f} %",
-            f"{row['speedup_step']:.3f}",
-            f"{row['speedup_total']:.3f}",
-            f"{row['peak_memory_mib']:.0f}",
-        )
-        for row in result["ladder_steps"]
-    ]
+    rows = []
+    for row in result["ladder_steps"]:
+        times = f"{row['step_seconds']:.4g}", f"{100 * row['spread']:.0f} %"
+        gains = f"{row['speedup_step']:.3f}", f"{row['speedup_total']:.3f}", f"{row['peak_memory_mib']:.0f}"
+        kind = "exact" if row["exact"] else "not exact"
+        rows.append((row["name"], kind, short(row["images_per_second"]), *times, *gains))
     libraries = f" (libraries take {result['imports_mib']:.0f} MiB of both)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
     lines = [measure.heading("bench ladder", result), markdown_table(header, rows), ""]
     lines += [f"{name} skipped: {reason}" for name, reason in result["skipped"].items()]
     speed, memory = result["exact_total_speedup"], result["exact_total_memory_ratio"]
-    lines.append(
-        f"{measure.clock_name(result['clock'])}, medians; exact steps: the last has {speed:.2f} x the images/s of the "
-        f"first and {memory:.2f} x its peak memory{libraries}"
-    )
-    return "\n".join(lines)
+    last = f"{speed:.2f} x the images/s of the first and {memory:.2f} x its peak memory{libraries}"
+    return "\n".join([*lines, f"{measure.clock_name(result['clock'])}, medians; exact steps: the last has {last}"])

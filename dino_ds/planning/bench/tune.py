@@ -40,8 +40,7 @@ from dino_ds.planning import measure
 from dino_ds.planning.bench.step import trace_steps
 from dino_ds.planning.fit import micro_batches, with_batch, with_margins
 
-ENOUGH_WAIT = 0.02
-"""Share of a step that may pass waiting for images: more loader processes are not worth their memory then."""
+ENOUGH_WAIT = 0.02  # share of a step that may pass waiting for images: more loader processes aren't worth it
 
 
 class Search:
@@ -73,7 +72,6 @@ class Search:
         self.best = given if shipped.rounds and not (found.rounds and found.beats(shipped)) else tuned
 
     def _compare(self, settings: Sequence[Setting], rounds: int = 2, **kwargs: Any) -> dict[str, Measurement]:
-        """Measure settings, and keep why some were not."""
         results = self._trials.compare(settings, rounds, **kwargs)
         self.skipped |= {name: result.failed for name, result in results.items() if result.failed}
         return results
@@ -81,7 +79,6 @@ class Search:
     def _setting(
         self, name: str, recipe: Recipe, path: str, changes: Mapping[str, Any] | None = None, micro: int | None = None
     ) -> Setting:
-        """Raises ConfigError for a ds JSON that can't be used here."""
         batch, ranks, on_gpu = recipe.data.global_batch, self._trials.ranks, device().type == "cuda"
         changes = {**self._changes, **(changes or {})}
         ds = load_ds_config(path, changes)
@@ -193,8 +190,7 @@ SLOW = 0.75  # share of the highest rate below which a setting is not measured a
 
 @dataclass(frozen=True)
 class Setting:
-    """The ds JSON at `path` with `changes`. memory: of a rank by prediction, where the backbone has an estimate.
-    learned: how what is learned differs from the given recipe's by more than rounding."""
+    """The ds JSON at `path` with `changes`; memory: by prediction; learned: how what is learned differs, if it does."""
 
     name: str
     recipe: Recipe
@@ -220,8 +216,7 @@ class Setting:
 @dataclass
 class Measurement:
     """The measured steps of a setting. rounds: images/s of each step, by trial; loader: images/s of a rank's loader
-    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step by part; failed: why nothing was
-    measured."""
+    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step; failed: why none was measured."""
 
     setting: Setting
     rounds: list[list[float]] = field(default_factory=list)
@@ -238,8 +233,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """How far the median is uncertain, as a share of it: by the range of the trials' medians, or the interquartile
-        range of the steps over the root of their number if that is larger."""
+        """The median's uncertainty, as a share: the trials' range, or the steps' interquartile range / sqrt(number)."""
         rates, medians = [*chain(*self.rounds)], [*map(median, self.rounds)]
         low, _, high = quantiles(rates, n=4)
         return max(max(medians) - min(medians), (high - low) / math.sqrt(len(rates))) / self.images_per_second
@@ -251,7 +245,6 @@ class Measurement:
         return None if self.loader is None else self.parts["data"] * self.images_per_second / images
 
     def beats(self, other: Measurement) -> bool:
-        """Whether this is faster by more than both spreads."""
         return self.images_per_second > other.images_per_second * (1 + max(self.spread, other.spread))
 
     def is_worse(self, other: Measurement) -> bool:
@@ -274,7 +267,6 @@ class Measurement:
         self.peak_gib = max(self.peak_gib, trial["peak_mib"] / 1024)
 
     def facts(self) -> dict[str, Any]:
-        """The figures as plain values."""
         memory, figures = self.setting.memory, ("images_per_second", "spread", "peak_gib", "loader", "wait")
         facts = {name: getattr(self, name) for name in figures} if self.rounds else {}
         predicted = None if memory is None else memory.gib
@@ -305,7 +297,6 @@ class Trials:
         self._end = self._began + share * self.seconds
 
     def write(self, **result: Any) -> None:
-        """Write what has ended into the file, and the result of all."""
         replace_file(self._path, json.dumps({"trials": self.ended, **result}, indent=1))
 
     @property
@@ -326,9 +317,8 @@ class Trials:
             seconds = min(10.0, max(0.5, self.seconds / 120))  # beyond its start, for which it may take 120
             limits = measure.ChildLimits(self.ranks, self.limit_gib, 120.0 + 20 * seconds)
             try:
-                child = measure.run_in_child(
-                    measure_step, self._threads, limits, setting=words, seconds=seconds, **kwargs
-                )
+                options: dict[str, Any] = {"setting": words, "seconds": seconds, **kwargs}
+                child = measure.run_in_child(measure_step, self._threads, limits, **options)
                 self.ended[key] = {"peak_mib": child.peak_mib, **child.value}
             except measure.ChildFailed as error:
                 self.ended[key] = {"failed": str(error)}
@@ -358,8 +348,7 @@ def _busy_seconds() -> float:
 def measure_step(
     setting: dict[str, Any], seconds: float, real_images: bool = False, profile: str | None = None
 ) -> dict[str, Any]:
-    """Measure steps for about `seconds`, in a trial's process; with real images, before them their loader alone.
-    profile: folder for a trace."""
+    """Measure steps for `seconds`, in a trial's process, and real images' loader alone. profile: folder for a trace."""
     peak = measure.GpuPeak() if torch.cuda.is_available() else None
     recipe, config = measure.resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
     trial, parts = measure.build_trial(recipe, config), measure.PartTimes(device(), waits=True)
