@@ -29,7 +29,7 @@ from dino_ds.data import loader as loader_module
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, automatic_workers
 from dino_ds.data.feed import Position
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, steps_per_epoch
+from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError, is_out_of_memory
 from dino_ds.run.loop import allowed_bad_images
@@ -162,14 +162,6 @@ def test_position_of_another_global_batch_still_fits():
     for epoch in (0, 0, 1):
         assert position.epoch == epoch
         position = position.advance(4, per_epoch=20)
-
-
-def test_too_few_images():
-    assert steps_per_epoch(1024, 512) == steps_per_epoch(1030, 512) == 2
-    with pytest.raises(DataError, match=r"512 images < .* 1024: set --data\.global_batch to 512 or less"):
-        steps_per_epoch(512, 1024)
-    with pytest.raises(DataError, match="7 images < one global batch of 8"):
-        batches(1, source=Noise(7))
 
 
 def test_unreadable_images_are_replaced_named_and_reported():

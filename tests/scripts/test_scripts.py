@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.step_costs import count_parameters
-from dino_ds.planning.fit import FILLED, fit
+from dino_ds.planning.fit import fit
 from scripts import gpu_check, gpu_counts
 from scripts.gpu_check import Part, all_parts, dry, run_all
 from scripts.tiers import FOLDER, file_text, pages, plan_all
@@ -123,19 +123,6 @@ def test_files_and_tables_are_those_of_the_planner(planned):
     expected = {f"{found.name}.json": file_text(found) for _, found in planned if found is not None}
     assert expected == {path.name: path.read_text() for path in FOLDER.glob("*.json")}
     assert all(page.read_text() == text for page, text in pages(planned).items())
-
-
-@pytest.mark.full
-def test_each_file_is_valid_and_fits_its_card(planned):
-    for case, found in planned:
-        if found is None:
-            continue
-        path = str(FOLDER / f"{found.name}.json")
-        recipe, ds = case.load(), load_ds_config(path, {})
-        config = resolve_ds_config(ds, path, recipe.data.global_batch, case.ranks, True, count_parameters(recipe))
-        assert config == found.config
-        assert config.micro_batch * config.accumulation * case.ranks == recipe.data.global_batch
-        assert fit(recipe, ds, path, case.ranks)[1].gib <= FILLED * case.card.memory_gib, found.name
 
 
 @pytest.mark.full

@@ -66,14 +66,12 @@ def test_step_of_two_settings(capsys, no_children):
         parts = setting["parts"]
         assert set(parts) == {*PARTS, "other"} and sum(parts.values()) == pytest.approx(1)
         assert parts["data"] == 0 < min(parts[part] for part in ("teacher", "student", "backward", "ema"))
-        assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
         assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
         assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
         assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
     first, second = (setting["images_per_second"] for setting in result["settings"])
     assert result["ratio"] == pytest.approx(second / first) and result["host"]["versions"]["torch"]
-    page = step._page(result)
-    assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page and "torch" in page
+    assert "| images/s " in step._page(result)
 
 
 @pytest.mark.slow
@@ -119,8 +117,7 @@ def test_ladder(capsys, no_children):
         assert row["speedup_total"] == pytest.approx(row["images_per_second"] / ran[0]["images_per_second"])
     assert result["exact_total_speedup"] == [row for row in ran if row["exact"]][-1]["speedup_total"]
     assert result["exact_total_memory_ratio"] == 1.0
-    page = step._ladder_page(result)
-    assert "| plain step " in page and "64 prototypes, 2 images per process" in page
+    assert "| plain step " in step._ladder_page(result)
 
 
 @pytest.fixture
