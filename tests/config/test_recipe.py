@@ -168,9 +168,7 @@ def test_arguments_of_a_backbone_are_what_they_look_like(write):
         ("- a\n", "is not a recipe: it must hold 'key: value' lines"),
         ("optimizer:\n\tlr: 1\n", "line 2: a tab stands where spaces belong: indent with spaces"),
         ("optimizer: {lr: 1\n", "line 2: expected ',' or '}', but got the end of the file"),
-        ("crops: 3\n", "this is a section of the recipe: set crops.global_size"),
         ("seed: {a: 1}\n", "is not a whole number"),
-        ("1: 2\n", "1: not a recipe key"),
         (
             "fp16: {enabled: true}\n",
             "not a recipe key: it belongs to the ds JSON: fp16.enabled (--ds.fp16.enabled)",

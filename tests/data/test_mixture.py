@@ -159,21 +159,15 @@ def test_an_unreadable_image_gives_way_to_one_of_its_source(root, tmp_path):
     assert sum("/mine/" in name for name in names) == 12
 
 
-def test_other_images_are_named_by_source(root, tmp_path):
+def test_other_classes_are_named_by_source(root, tmp_path):
     mixed = shutil.copytree(root, tmp_path / "root", symlinks=True)
-
-    def described(mixture="mine=0.5,theirs=0.5", **data):
-        found = ImageSet.of(source_with(mixed, mixture, **data), None)
-        assert ImageSet.from_json(found.to_json()) == found
-        return found
-
-    before, elsewhere = described(), ImageSet.of(source_with(root, "mine=0.5,theirs=0.5"), None)
-    assert before.changes(described()) == "" == before.changes(elsewhere)
-    (mixed / "theirs/class0/000.png").unlink()
-    assert before.changes(described()) == "theirs: 12 -> 11 images: 0 added, 1 removed, 0 of another size"
-    balanced = described(balance="classes")
+    before, again = (
+        ImageSet.of(source_with(at, "mine=0.5,theirs=0.5", balance="classes"), None) for at in (root, mixed)
+    )
+    assert before.changes(again) == "" and ImageSet.from_json(before.to_json()) == before
     (mixed / "theirs/class1").rename(mixed / "theirs/class9")
-    assert "theirs: 11 images as before" in balanced.changes(described(balance="classes"))
+    renamed = ImageSet.of(source_with(mixed, "mine=0.5,theirs=0.5", balance="classes"), None)
+    assert "theirs: 12 images as before" in before.changes(renamed)
 
 
 def _drawn(source, images):

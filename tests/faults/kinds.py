@@ -102,10 +102,6 @@ PROCESSES = [
         at_step(8, (1,), inject.interrupt),
     ),
     Kind(
-        "rank 1 is told a number out of range", (6, 2), "0 to 1 of WORLD_SIZE 2", at_once((1,), inject.told(RANK="3")),
-        changes=QUICKER, goes_on=False,
-    ),
-    Kind(
         "ranks disagree on how many they are", (2, 2), "give all of them the same WORLD_SIZE",
         at_once((1,), inject.told(WORLD_SIZE="4")), goes_on=False,
     ),
@@ -191,10 +187,6 @@ MEMORY = [
     _exhausts(
         "all out of memory", (7, 7), at_call("dino_ds.engine.engine:Engine.backward", 8, (0, 1), inject.allocate),
         "the backward pass",
-    ),
-    Kind(
-        "out of memory in a save", (7, 7), "out of memory in saving after",
-        at_call("dino_ds.run.run:Saver.save", 2, (0,), inject.allocate_in_python),
     ),
     Kind(
         "more predicted than there is", (2, 2), "of host memory by prediction",

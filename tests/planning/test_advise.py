@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.own import check_images_together
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags, read
-from dino_ds.planning import advise as advising
 from dino_ds.planning.advise import Situation, advise
 from dino_ds.run.beginning import few_images
 from tests.run.harness import REPOSITORY, image_folder
@@ -176,18 +174,6 @@ def test_advise_does_not_wait_for_torch():
     code = "import sys, dino_ds.planning.advise; print({'torch', 'deepspeed', 'timm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout == "set()\n" and not COMMANDS["advise"].loads_torch
-
-
-def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
-    monkeypatch.setattr(advising, "open_image", lambda *_, **how: time.sleep(0.01) or Image.new("RGB", (50, 50)))
-    monkeypatch.setattr(advising, "_SECONDS", 0.05)
-    monkeypatch.setattr(Image.Image, "values", lambda image: np.asarray(image), raising=False)
-    monkeypatch.setattr(Image.Image, "channels", 3, raising=False)
-
-    class Many(list):
-        classes, name = None, str
-
-    assert advising.look_at(Many(range(1000)), 500)["looked_at"] == 20
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,9 @@ def test_what_is_too_large_is_refused_with_what_fits(ds, machine, cure):
         check_fits(recipe, start, machine)
     message = str(caught.value)
     assert cure in message and message.count("--config small") == 1
-    small = load_recipe("small", {})
     if machine.card_gib is not None:
         check_fits(recipe, planned_start(recipe, {}, machine), machine)
-        check_fits(small, planned_start(small, {}, machine), machine)
         return
-    check_fits(small, named_start(small, start.ds, start.path, machine), machine)
     changed = change_ds_config(dict(start.ds), start.path, dict(re.findall(r"--ds\.(\S+) (\w+)", message)))
     check_fits(recipe, named_start(recipe, changed, start.path, machine), machine)
 
@@ -248,7 +245,8 @@ def test_one_json_object_has_all_that_was_asked_and_the_written_config_is_the_pl
     ("card", "ds", "verdict", "warning"),
     [
         ("--memory_gib 80", "fp16", "fits: 78.7 of 80 GiB; largest micro-batch that fits 73", "these GPUs have bf16"),
-        ("--gpu t4-16g", "bf16", "does not fit: it needs 78.7 of 16 GiB; ZeRO 3, checkpoi", "has no bf16 units"),
+        ("--memory_gib 8", "fp16", "does not fit: it needs 78.7 of 8 GiB; ZeRO 3, checkpointing with", "have bf16"),
+        ("--gpu t4-16g", "bf16", "fits with micro-batch 4, accumulation 16: as it is it needs", "has no bf16 units"),
     ],
 )
 def test_a_config_that_does_not_fit_says_what_would(card, ds, verdict, warning, invented, capsys):
