@@ -223,20 +223,6 @@ def test_the_teacher_is_saved_once_and_shared_out(tmp_path):
     assert one.stat().st_size + two.stat().st_size < (1200 + 9 + 48) * 4 + 1000
 
 
-def _defect(run_dir: Path) -> list[str]:
-    """A manifest that can't be made: only rank 0 notices."""
-    run = SmallRun(run_dir, background=False).train()
-    manifest = {"step": 1, "run_id": "not hexadecimal"}
-    lines = run.saving.save({}, {}, {}, manifest, wait=False)
-    return lines + run.train().save().said
-
-
-def test_a_defect_of_ours_costs_a_save_and_no_rank_waits_for_ever(tmp_path):
-    one, two = run_on_ranks(_defect, tmp_path)
-    assert one == two and "cannot save step 1: ValidationError" in one[0] and one[1].startswith("save     step 2")
-    assert SmallRun(tmp_path).choose().saved.manifest.step == 2
-
-
 TENSORS = {
     "matrix": torch.randn(30, 7), "half": torch.randn(5).half(), "brain": torch.randn(3, 3).bfloat16(),
     "scalar": torch.tensor(3.5), "empty": torch.zeros(0), "strided": torch.randn(8, 6).t(), "counts": torch.arange(4),

@@ -151,7 +151,6 @@ def test_deepspeed_s_defaults_and_what_is_off_are_accepted(load, stage: int):
         ({"wandb": {"enabled": True, "project": "\ud800"}}, "has half a character or a NUL"),
         ({"gradient_acumulation_steps": 8}, "unknown key. Did you mean gradient_accumulation_steps?"),
         ({"gradient_clipping": "1.0"}, 'gradient_clipping: "1.0" is not a number'),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 must be >= 1 or auto"),
         ({"fp16": True}, "fp16: true is not a section"),
         ({"zero_optimization": {"overlap_comm": True}}, 'zero_optimization: has no "stage"'),
         ({"fp16": {"enabled": True}}, "stage 0 in fp16 is broken in DeepSpeed 0.19"),
@@ -159,9 +158,7 @@ def test_deepspeed_s_defaults_and_what_is_off_are_accepted(load, stage: int):
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 2, only at 3"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with training in fp32"),
         ('{"zero_optimization": {"stage": 1}}', 'has no "gradient_clipping", and DeepSpeed has a default of its own'),
-        ("", "is empty (was it cut off?): write a DeepSpeed JSON into it"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping is set twice"),
-        ('{"gradient_clipping":', "cannot be read as JSON"),
         ({"zero_optimization": {"stage": 3}, "dino_ds": {"compile": True}}, "dino_ds.compile: ZeRO 3 gathers"),
         ({"dino_ds": {"attention": "varlen"}}, 'dino_ds.attention: "varlen" needs bf16 or fp16'),
         (

@@ -169,10 +169,7 @@ def test_arguments_of_a_backbone_are_what_they_look_like(write):
         ("optimizer:\n\tlr: 1\n", "line 2: a tab stands where spaces belong: indent with spaces"),
         ("optimizer: {lr: 1\n", "line 2: expected ',' or '}', but got the end of the file"),
         ("seed: {a: 1}\n", "is not a whole number"),
-        (
-            "fp16: {enabled: true}\n",
-            "not a recipe key: it belongs to the ds JSON: fp16.enabled (--ds.fp16.enabled)",
-        ),
+        ("fp16: {enabled: true}\n", "not a recipe key: it belongs to the ds JSON: fp16.enabled (--ds.fp16.enabled)"),
         ("epochs: 3\n", "epochs: not a recipe key: here it is length"),
         ("seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n", " line 4: 'lr' is set twice, on lines 3 and 4"),
     ],

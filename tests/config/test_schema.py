@@ -67,13 +67,11 @@ def test_a_command_is_declared_in_one_place(toy: type, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("toy", "no model is given: dino-ds toy MODEL, a run folder"),
         ("toy a --rounds 10", "--rounds: 10 must be <= 9"),
         ("toy a --ways up,dwn", "--ways: 'dwn' is not one of up, down. Did you mean down?"),
         ("toy a --ways ,", "--ways: it names nothing"),
         ("toy a --seconds inf", "--seconds: 'inf' is not a number"),
         ("toy a --secnds 3", "--secnds: unknown option. Did you mean --seconds?"),
-        ("toy a --json maybe", "unexpected 'maybe': "),
     ],
 )
 def test_values_are_checked_by_what_is_declared(toy: type, typed: str, says: str):

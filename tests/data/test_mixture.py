@@ -77,7 +77,6 @@ def test_places_may_hold_what_separates_entries():
         ("mine=0.7,theirs=0.2", "the shares add up to 0.9, and must add up to 1"),
         ("mine=0.5,mine=0.5", "mine is named twice"),
         ("mine=1", "there is one source; name it as data.root instead"),
-        ("mine,theirs=1", "'mine,theirs=1' is not PLACE=SHARE, such as mine=0.7,theirs=0.3"),
         ("mine=0.5,theirs=-0.5", "'theirs=-0.5' is not PLACE=SHARE"),
     ],
 )

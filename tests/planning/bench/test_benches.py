@@ -282,15 +282,6 @@ def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
         measure.run_in_child(take_memory, threads=1, mib=1)
 
 
-def test_runs_are_interleaved_in_turned_order_and_warm_up_is_not_counted():
-    order = []
-    timings = measure.time_interleaved(
-        {name: (lambda name=name: order.append(name)) for name in "ab"}, repeats=2, warmup=1, device=CPU
-    )
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert {name: len(t.all_seconds) for name, t in timings.items()} == {"a": 2, "b": 2}
-
-
 @pytest.mark.gpu
 def test_part_times_of_a_gpu_see_the_kernel():
     device = torch.device("cuda", 0)
