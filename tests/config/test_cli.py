@@ -182,7 +182,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(words, source
 def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder of a user with images, a run and files that he may take for either."""
     monkeypatch.chdir(tmp_path)
-    for file in ("imgs.zip", "imgs/cats/1.jpg", "run/config.yaml", "small"):
+    for file in ("imgs/cats/1.jpg", "run/config.yaml"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes(b"x" * (file != "run/config.yaml"))
     return tmp_path

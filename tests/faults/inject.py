@@ -181,17 +181,6 @@ def slow_start(rank: int) -> None:
     _before(importlib.import_module("dino_ds.train"), "build_step", lambda *_: True, wait)
 
 
-def other_images(rank: int) -> None:
-    train = importlib.import_module("dino_ds.train")
-    original = train.training_images
-
-    def training_images(data: Any, *args: Any) -> Any:
-        return original(data.model_copy(update={"root": f"{data.root}_of_rank_1"}), *args)
-
-    if rank == 1:
-        train.training_images = training_images
-
-
 # Acts.
 
 
@@ -266,10 +255,6 @@ def wait_alone() -> None:
 
 def no_space() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "planted")
-
-
-def no_disk() -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO), "planted")
 
 
 def kill_parent() -> None:

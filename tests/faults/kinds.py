@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
@@ -63,12 +62,6 @@ def send_signal_early(job: Job, place: Scene) -> None:
     job.signal(0, signal.SIGTERM)
 
 
-def fifo_at_latest(job: Job, place: Scene) -> None:
-    """Put a pipe at RUN/checkpoints/latest: every reader of it waits for ever."""
-    (place.run / "checkpoints/latest").unlink()
-    os.mkfifo(place.run / "checkpoints/latest")
-
-
 NAN = float("nan")
 QUICK, QUICKER = {"hang_seconds": "5"}, {"hang_seconds": "3"}
 """QUICKER: for a start that hangs, which is given three times as long."""
@@ -109,10 +102,6 @@ PROCESSES = [
     _hangs("rank 1 frozen", 1, inject.freeze),
     _hangs("rank 1 holds Python's lock", 1, inject.hold_gil),
     _hangs("ranks in different collectives", 1, inject.wait_alone),
-    Kind(
-        "rank 1 frozen, `latest` never answers", (6, 6), "does not answer", at_step(8, (1,), inject.freeze),
-        after(7, fifo_at_latest), scene.latest_back, changes=QUICK,
-    ),
     Kind("watcher killed", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
     Kind("launcher killed", (75, 75), "the end of the launcher", inject.LAUNCHER_KILLED),
     Kind(
@@ -138,7 +127,6 @@ SAVING = [
     Kind("rank 1 killed while it saves", (6, -9), "rank 1 died", in_save(6, (1,), inject.kill)),
     Kind("rank 0 killed before `latest` is written", (-9, 6), "rank 0 died", inject.before_latest(6, inject.kill)),
     Kind("disk full once", (0, 0), "continues (1", in_save(6, (1,), inject.no_space)),
-    Kind("disk fails once", (0, 0), "continues (1", in_save(6, (0,), inject.no_disk)),
     Kind(
         "disk full for good", (5, 5), "3 saves in a row have failed", in_save(6, (0,), inject.no_space, times=1000),
         changes={"save_every": "1 steps"},
@@ -196,17 +184,12 @@ MEMORY = [
 _LOADER = {"data.workers": "1"}
 DATA = [
     Kind(
-        "loader process killed", (0, 0), "the loader was started again", at_step(5, (1,), inject.kill_loader),
-        changes=_LOADER,
-    ),
-    Kind(
         "loader process killed twice", (2, 2), "after a restart",
         inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
     ),
     Kind("half of the images empty", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
     Kind("images gone in mid-run", (2, 2), "are unreadable", SLOW,
         after(2, lambda job, place: [path.unlink() for path in place.images.iterdir()], holds=True), goes_on=False),
-    Kind("ranks see other images", (2, 2), "same files", inject.other_images, before=scene.other_images, goes_on=False),
 ]  # fmt: skip
 FOLDERS = [
     Kind(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,11 +72,6 @@ def stacks(scene: Scene) -> Callable[[], None]:
 def bad_images(scene: Scene) -> None:
     for path in sorted(scene.images.iterdir())[::2]:
         path.write_bytes(b"")
-
-
-def other_images(scene: Scene) -> None:
-    shutil.copytree(scene.images, scene.images.with_name("images_of_rank_1"))
-    next(scene.images.with_name("images_of_rank_1").iterdir()).unlink()
 
 
 def other_job(scene: Scene) -> Callable[[], None]:
@@ -157,11 +151,3 @@ def gone(scene: Scene) -> Callable[[], None]:
 def below_a_file(scene: Scene) -> None:
     scene.run.parent.joinpath("file").touch()
     scene.run = scene.run.parent / "file" / "run"
-
-
-def latest_back(scene: Scene) -> Callable[[], None]:
-    def restore() -> None:
-        (scene.run / "checkpoints/latest").unlink()
-        (scene.run / "checkpoints/latest").write_text(NEWEST)
-
-    return restore
