@@ -108,9 +108,8 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
         ("tars/a.tar=0.5,tars=0.5", "tars/a.tar", "tars"),
     ):
         assert f"images of {inner} lie in {outer} too" in refused(mixture), mixture
-    assert "have " in refused("tars/*.tar=0.5,tars/a.tar=0.5")
     assert "both" in refused("tars/{a,b}.tar=0.5,tars/b.tar=0.5")
-    assert len(source_with(root, "tars=0.5,mine=0.5")) == 6 and len(source_with(root, "tars=0.5,list.txt=0.5")) == 4
+    assert len(source_with(root, "tars=0.5,list.txt=0.5")) == 4
     assert "data.mixture: empty: no images under data.root" in refused("mine=0.5,empty=0.5")
     assert "data.mixture: gone: " in refused("mine=0.5,gone=0.5")
     assert "data.source is cifar10: set it to folder" in refused("mine=0.5,theirs=0.5", source="cifar10")
@@ -178,8 +177,6 @@ def test_classes_are_drawn_equally_often(tmp_path):
     image_folder(tmp_path / "a/common", 23)
     image_folder(tmp_path / "a/rare", 1, seed=1)
     image_folder(tmp_path / "b", 12, classes=3)
-    names = _drawn(source_with(tmp_path / "a", "", balance="classes"), 24)
-    assert sum("/rare/" in name for name in names) == 12
     both = _drawn(source_with(tmp_path, "a=0.5,b=0.5", balance="classes"), 36)
     counts = [sum(part in name for name in both) for part in ("/rare/", "/common/", "class0", "class1", "class2")]
     assert counts == [9, 9, 6, 6, 6]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.disks import fill
 from tests.faults import inject, scene
-from tests.faults.inject import SLOW, act, at_call, at_once, at_step, in_save, loss_times
+from tests.faults.inject import SLOW, act, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
 from tests.faults.scene import Prepare, Scene
 
@@ -74,10 +74,6 @@ def _dies(rank: int, code: int, do: inject.Act, says: str) -> Kind:
 
 def _hangs(name: str, rank: int, do: inject.Act, **more: object) -> Kind:
     return Kind(name, (6, 6), "no progress", at_step(8, (rank,), do), changes=QUICK, **more)
-
-
-def _exhausts(name: str, codes: tuple[int, ...], fault: inject.Fault, part: str) -> Kind:
-    return Kind(name, codes, f"out of memory in {part} after step 7", fault)
 
 
 def _asked(name: str, by_hand: ByHand) -> Kind:
@@ -171,10 +167,9 @@ NUMBERS = [
     Kind("NaN twice", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), 2), goes_on=False),
 ]  # fmt: skip
 MEMORY = [
-    _exhausts("rank 1 out of memory", (7, 7), at_step(8, (1,), inject.allocate), "the forward pass"),
-    _exhausts(
-        "all out of memory", (7, 7), at_call("dino_ds.engine.engine:Engine.backward", 8, (0, 1), inject.allocate),
-        "the backward pass",
+    Kind(
+        "rank 1 out of memory", (7, 7), "out of memory in the forward pass after step 7",
+        at_step(8, (1,), inject.allocate),
     ),
     Kind(
         "more predicted than there is", (2, 2), "of host memory by prediction",

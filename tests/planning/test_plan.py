@@ -218,7 +218,7 @@ def _plan(capsys, *words: str):
 @pytest.mark.slow
 def test_a_plan_that_is_asked_again_and_reports_load_no_torch(capsys):
     """What was rehearsed is kept."""
-    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "2"]
+    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "1"]
     main(words)
     code = f"import sys, dino_ds.report.single_run; from dino_ds.cli.main import main; main({words!r})"
     code += "; assert 'torch' not in sys.modules"
@@ -270,7 +270,7 @@ def test_mistakes_are_one_line(words, message, capsys):
     assert message in said and len(said.splitlines()) == 1
 
 
-ROTARY = {"model.backbone": "vit_small_patch16_dinov3", "model.depth": "3"}
+ROTARY = {"model.backbone": "vit_small_patch16_dinov3", "model.depth": "2"}
 GRAM = {"gram.weight": "2", "gram.crop_size": "448"}
 VIT_L = {"teacher.source": "vit_large_patch16_dinov3", "model.backbone": "vit_small_patch16_dinov3"}
 
