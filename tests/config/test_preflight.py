@@ -169,10 +169,10 @@ def find_spec(cls, name, *path, found=PathFinder.find_spec):
         print("[WARNING] no CUDA toolkit is found")
     return None if name in {"faiss", "h5py", "pyarrow", "transformers"} else found(name, *path)
 
-def distribution(name, found=importlib.metadata.distribution):
-    return found("absent" if name == "dino_ds" else name)
+def distributions(found=importlib.metadata.distributions, **of):
+    return iter(()) if of == {"name": "dino_ds"} else found(**of)
 
-PathFinder.find_spec, importlib.metadata.distribution = classmethod(find_spec), distribution
+PathFinder.find_spec, importlib.metadata.distributions = classmethod(find_spec), distributions
 """
 """Run at the start of Python: dino_ds is not installed, optional packages are absent, DeepSpeed's import prints."""
 
