@@ -62,7 +62,7 @@ def test_fault(kind, images, old_run, straight, tmp_path):
     if kind.old:
         shutil.copytree(old_run, place.run)
     check = kind.before(place)
-    settings = {"changes": SAVES | kind.changes, "ds": kind.ds, "flags": kind.flags, "world": len(kind.codes)}
+    settings = {"changes": SAVES | kind.changes, "ds": kind.ds, "flags": kind.flags}
     job = jobs.start(place.run, place.images, fault=kind.fault, resume=kind.old, port=place.port, **settings)
     if kind.by_hand:
         kind.by_hand(job, place)

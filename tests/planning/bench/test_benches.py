@@ -1,5 +1,5 @@
-"""What measures: a trial, which is the step that training makes, processes of its own, clocks; each bench as its
-command calls it, at a tiny size; and the exact steps of the ladder, which are the same training step."""
+"""What measures: a trial, processes of its own; each bench as its command calls it, at a tiny size; and the exact steps
+of the ladder, which are the same training step."""
 
 from __future__ import annotations
 
