@@ -1,4 +1,4 @@
-"""Scripts that only this project runs: `make gpu-check` without a GPU, launches that are counted, ds configs by tier."""
+"""Scripts that only this project runs: `make gpu-check` without a GPU, launches as counted, ds configs by GPU tier."""
 
 from __future__ import annotations
 
