@@ -28,7 +28,7 @@ from dino_ds.engine import process
 from dino_ds.engine.process import fp16_supported
 from dino_ds.errors import CheckpointError
 from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.options.commands import COMMANDS, FIRST_KEYS, FIRST_OPTIONS, TRAIN, help_text
+from dino_ds.options.commands import COMMANDS, TRAIN, help_text
 from dino_ds.options.definition import Command
 
 ROOT = Path(__file__).parents[2]
@@ -159,10 +159,8 @@ OWN_EVALS = ("knn", "ridge", "statistics")
     [
         ("--config cifar10 --data.root {imgs}", "folder", "auto", ["data.source is folder, not cifar10"]),
         ("--config cifar10 --data.root {set}", "cifar10", "auto", []),
-        ("--config cifar10 --data.root {imgs} --data.source cifar10", "cifar10", "auto", []),
         ("--config quickstart_dinov3 --data.source folder --data.root {imgs}", "folder", ("statistics",), ["left out"]),
         ("--config quickstart --data.root {imgs} --eval.root {imgs}", "folder", OWN_EVALS, ["data.source"]),
-        ("--config quickstart", "photos", OWN_EVALS, []),
     ],
 )
 def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(words, source, evals, notes, calls, tmp_path):
@@ -184,7 +182,7 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(words, source
 def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder of a user with images, a run and files that he may take for either."""
     monkeypatch.chdir(tmp_path)
-    for file in ("imgs.zip", "imgs/cats/1.jpg", "run/config.yaml", "small"):
+    for file in ("imgs/cats/1.jpg", "run/config.yaml"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes(b"x" * (file != "run/config.yaml"))
     return tmp_path
@@ -199,19 +197,15 @@ NEITHER = "is neither timm's nor a class of yours as module:Class. The nearest a
         ("train --model.backbone resnet5", f"--model.backbone: 'resnet5' {NEITHER} resnet50, "),
         ("train --micro_batch 4", "--micro_batch: unknown option: it belongs to the ds JSON: train_micro_batch_size_"),
         ("train --crops 2", "--crops: unknown option: this is a section of the recipe: set crops.global_size, "),
-        ("train --print -", "--print -: the recipe goes to a file: name one, such as --print recipe.yaml"),
         *((f"train --print new {w}", "--print writes what --config and keys") for w in ("--resume", "--from runs/a")),
-        ("train --zzz 2", "--zzz: unknown option. dino-ds train --help lists them"),
         ("train optimizer.lr=1e-3", "unexpected 'optimizer.lr=1e-3': options are written --key value; a value with"),
         ("train --config", "--config has no value: write --config VALUE"),
         ("train --ds_config a.json --deepspeed_config b.json", "--ds_config is given twice: 'a.json' and 'b.json'"),
-        ("train --resume=maybe", "--resume: 'maybe' is not auto or the step of a checkpoint"),
         ("train --data.root {imgs}/*.jpg", "no file matches data.root {imgs}/*.jpg: a pattern names files that list"),
         ("trian", "'trian' is not a command: dino-ds --help lists them. Did you mean train?"),
         ("advise x --model.in_chans 4", "--model.in_chans: an option of dino-ds train; dino-ds advise goes by the"),
         ("shard --root a", "no out is given: dino-ds shard --root X --out X, folder of the shards"),
         ("eval a knn", "unexpected 'knn': options are written --key value; as images (--root) it does not exist"),
-        ("train small", "'small' has no option before it: write --data.root small, or --config small"),
         ("train --resume {run}", "'{run}' has no option before it: write --data.root {run}, or --resume --run_dir "),
         ("embed x {run} --out a.npy", "'{run}' has no option before it: write --root {run}, or model {run} first"),
     ],
@@ -238,12 +232,6 @@ def test_a_word_after_the_command_s_own_is_the_images(typed: str, option: str, t
     word = next(word for word in typed.format(imgs=images).split() if word.startswith(str(images)))
     assert (request.recipe | request.options)[option] == word
     assert capsys.readouterr().err == f"dino_ds: {word} is read as --{option} {word}\n"
-
-
-def test_all_problems_come_together(errors: Callable[..., list[str]]):
-    assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
-    wrong = ["--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json"]
-    assert len(errors("train", "--data.root", "/x", *wrong)) == 3
 
 
 def test_where_an_export_goes_and_images_lie_is_looked_at_before_torch_is_loaded(monkeypatch, errors):
@@ -361,13 +349,6 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     assert set(parameters) == {"options", *files}
     assert inspect.signature(function, eval_str=True).parameters["options"].annotation is command.options
 
-    if not command.takes_recipe:
-        return
-    text = help_text([*command.name.split(), "--help"])
-    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
-    own = FIRST_OPTIONS if command is TRAIN else [option.name for option in command.all_options]
-    assert f"dino-ds {command.name} --help all" in text and all(f"  --{name}" in text for name in (*own, *FIRST_KEYS))
-
 
 def test_help_lists_every_key_and_every_recipe_by_its_purpose():
     help_all, first = help_text(["train", "--help", "all"]), help_text(["train", "--help"])
@@ -395,7 +376,6 @@ def test_a_reader_that_leaves_ends_a_command_in_silence():
         ("train", 2, "--data.root FOLDER"),
         ("train --data.root imgs --eval.root imgz", 2, "Did you mean imgs?"),
         ("train --config quickstart --data.source photos --data.root imgs", 2, "say --data.source folder"),
-        ("train --data.root imgs.zip", 2, "unpack archives"),
         ("train --data.root imgs/cats/1.jpg", 2, "that it is in, imgs/cats"),
         ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
         ("train --data.root https://huggingface.co/datasets/o/n/tree/main", 2, "hf download o/n --repo-type dataset"),

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import psutil
@@ -68,12 +67,9 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
     [
         ({}, None),
         (dict.fromkeys(_RANK), None),
-        (dict.fromkeys(_RANK) | {"WORLD_SIZE": "1"}, None),
         ({"RANK": "3"}, "RANK is '3', and must be a whole number, 0 to 1 of WORLD_SIZE 2"),
-        ({"RANK": None}, "WORLD_SIZE is '2', and RANK is not set"),
         ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "without LOCAL_RANK, MASTER_ADDR:"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number, 1 to 65535"),
-        ({"MASTER_PORT": "1" * 5000}, "MASTER_PORT is '111"),
         ({"MASTER_ADDR": "no.such.machine.invalid"}, "MASTER_ADDR 'no.such.machine.invalid' is not a machine known to"),
     ],
 )
@@ -163,26 +159,6 @@ def test_the_memory_of_children_counts():
     assert machine.resident_gib() < during - 60 / 1024
 
 
-@pytest.mark.parametrize("has_lists", [True, False])
-def test_own_processes_are_all_that_this_one_has_started(has_lists, monkeypatch):
-    """By any of its threads, and what these have started in turn; also where the kernel has no lists of children."""
-    if not has_lists:
-        monkeypatch.setattr(machine.os.path, "exists", lambda path: False)
-    started = []
-    command = ["sh", "-c", "sleep 60 & echo; wait"]
-    thread = threading.Thread(target=lambda: started.append(subprocess.Popen(command, stdout=subprocess.PIPE)))
-    thread.start()
-    thread.join()
-    started[0].stdout.readline()
-    try:
-        family = psutil.Process().children(recursive=True)
-        assert len(family) >= 2 and set(machine.own_processes()) == {psutil.Process(), *family}
-    finally:
-        for process in psutil.Process(started[0].pid).children():
-            process.kill()
-        started[0].wait()
-
-
 REPOSITORY = Path(__file__).parents[2]
 _AS_ON_AN_IMAGE_FOR_GPUS = """
 import importlib.metadata
@@ -193,10 +169,10 @@ def find_spec(cls, name, *path, found=PathFinder.find_spec):
         print("[WARNING] no CUDA toolkit is found")
     return None if name in {"faiss", "h5py", "pyarrow", "transformers"} else found(name, *path)
 
-def distribution(name, found=importlib.metadata.distribution):
-    return found("absent" if name == "dino_ds" else name)
+def distributions(found=importlib.metadata.distributions, **of):
+    return iter(()) if of == {"name": "dino_ds"} else found(**of)
 
-PathFinder.find_spec, importlib.metadata.distribution = classmethod(find_spec), distribution
+PathFinder.find_spec, importlib.metadata.distributions = classmethod(find_spec), distributions
 """
 """Run at the start of Python: dino_ds is not installed, optional packages are absent, DeepSpeed's import prints."""
 

@@ -26,10 +26,10 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import batches as workers_module
 from dino_ds.data import loader as loader_module
-from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, automatic_workers
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.feed import Position
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler, steps_per_epoch
+from dino_ds.data.loader import DevicePrefetcher, Loader, ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError, is_out_of_memory
 from dino_ds.run.loop import allowed_bad_images
@@ -164,14 +164,6 @@ def test_position_of_another_global_batch_still_fits():
         position = position.advance(4, per_epoch=20)
 
 
-def test_too_few_images():
-    assert steps_per_epoch(1024, 512) == steps_per_epoch(1030, 512) == 2
-    with pytest.raises(DataError, match=r"512 images < .* 1024: set --data\.global_batch to 512 or less"):
-        steps_per_epoch(512, 1024)
-    with pytest.raises(DataError, match="7 images < one global batch of 8"):
-        batches(1, source=Noise(7))
-
-
 def test_unreadable_images_are_replaced_named_and_reported():
     broken = (3, 4, 20)
     good, mixed = batches(4, source=Noise()), batches(4, source=Noise(broken=broken))
@@ -267,14 +259,6 @@ def test_too_little_shared_memory_is_said_before_the_first_batch(monkeypatch):
     check(worker.batch_bytes(64), 0)
     monkeypatch.setattr(workers_module, "_SHARED_MEMORY", "/nowhere")
     check(worker.batch_bytes(64), 5)
-
-
-def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):
-    monkeypatch.setattr(workers_module.sys, "platform", "linux")
-    for cores, ranks, expected in ((2, 2, 0), (2, 1, 1), (1, 2, 0), (16, 1, 15), (256, 8, 16), (96, 8, 11)):
-        monkeypatch.setattr(workers_module.os, "sched_getaffinity", lambda pid, n=cores: set(range(n)), raising=False)
-        monkeypatch.setattr(workers_module, "local_world_size", lambda n=ranks: n)
-        assert automatic_workers() == expected
 
 
 def open_loader(workers: int = 2, source: Noise | None = None, **options) -> Loader:

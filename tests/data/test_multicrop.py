@@ -107,9 +107,8 @@ def test_a_flat_image_is_cut_before_it_is_enlarged(width, height):
 
 
 def test_extreme_images_give_crops():
-    for width, height in ((1, 1), (2, 1), (1, 300), (3000, 2)):
-        assert len(multicrop("dino")(photo(width, height), 3)) == 5
     for shape in ((1, 1), (1, 300), (3000, 2)):
+        assert len(multicrop("dino")(photo(*shape), 3)) == 5
         assert EvalCrop(16, IMAGENET)(photo(*shape)).shape == (3, 16, 16)
 
 
@@ -172,12 +171,10 @@ def test_draws_are_those_of_dino_in_its_order(name):
     ("given", "changes"),
     [
         ({}, {}),
-        ({"jitter": "1"}, {}),
         ({"jitter": "0.5"}, {"brightness": 0.2, "contrast": 0.2, "saturation": 0.1, "hue": 0.05}),
         ({"jitter": "0.3, 0.2, 0, 0.5"}, {"brightness": 0.3, "contrast": 0.2, "saturation": 0.0, "hue": 0.5}),
         ({"blur": "0.3"}, {"blur": (0.3, 0.3, 0.3)}),
-        ({"solarize": "0.1,0.2,0.3"}, {"solarize": (0.1, 0.2, 0.3)}),
-        ({"grayscale": "0"}, {"gray": 0.0}),
+        ({"solarize": "0.1,0.2,0.3", "grayscale": "0"}, {"solarize": (0.1, 0.2, 0.3), "gray": 0.0}),
         ({"vertical_flip": "0.5"}, {"vertical_flip": 0.5}),
     ],
 )

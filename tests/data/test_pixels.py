@@ -194,21 +194,13 @@ def test_other_numbers_of_which_zero_is_white_are_refused():
             EncodedImage(data, "file", None).values()
 
 
-SHOWN = {
-    "RGB": RGB, "YCbCr": PHOTO.convert("YCbCr").convert("RGB"), "HSV": PHOTO.convert("HSV").convert("RGB"),
-    "P": PHOTO.convert("P").convert("RGB"), "L": PHOTO.convert("L").convert("RGB"),
-    "1": PHOTO.convert("1").convert("RGB"), "RGBA": RGB, "LA": PHOTO.convert("L").convert("RGB"),
-    "CMYK": PHOTO.convert("CMYK").convert("RGB"),
-}  # fmt: skip
-
-
 def of_mode(mode: str) -> Image.Image:
     return PHOTO.convert("L").convert(mode) if mode == "LA" else PHOTO.convert(mode)
 
 
-@pytest.mark.parametrize("mode", SHOWN)
+@pytest.mark.parametrize("mode", ["RGB", "YCbCr", "HSV", "P", "L", "1", "RGBA", "LA", "CMYK"])
 def test_pillow_s_images_of_a_class_are_read_as_files_of_their_mode(mode):
-    source, expected = Arrays(of_mode(mode)), np.asarray(SHOWN[mode])
+    source, expected = Arrays(of_mode(mode)), np.asarray(of_mode(mode).convert("RGB"))
     for found in (open_image(source, 0, None).decode(), load_image(source, 0, None)):
         np.testing.assert_array_equal(np.asarray(found), expected)
     for ours, theirs in zip(*(trained(one, False, 3) for one in (source, twin_of(expected))), strict=True):
@@ -325,10 +317,9 @@ BAD_EXIF = b"Exif\0\0\xff\xff" + bytes(range(200))
 LARGE = bytes(3 << 20)
 
 
-def png_with(*chunks: bytes, late: bool = False) -> bytes:
+def png_with(chunk: bytes) -> bytes:
     data = encoded(SMALL_PHOTO, "PNG")
-    begin = len(data) - 12 if late else 33
-    return data[:begin] + b"".join(chunks) + data[begin:]
+    return data[:33] + chunk + data[33:]
 
 
 def jpeg_with(body: bytes) -> bytes:
@@ -343,10 +334,8 @@ def text(kind: bytes, content: bytes) -> bytes:
 
 METADATA = {
     **{f"PNG {kind.decode()}": png_with(text(kind, LARGE)) for kind in (b"zTXt", b"iTXt", b"iCCP")},
-    "PNG zTXt after the pixels": png_with(text(b"zTXt", LARGE), late=True),
     "PNG EXIF": png_with(png_chunk(b"eXIf", BAD_EXIF[6:])),
     "JPEG EXIF": jpeg_with(BAD_EXIF),
-    "JPEG EXIF, cut off": jpeg_with(BAD_EXIF[:9]),
     "WebP EXIF": encoded(SMALL_PHOTO, "WEBP", lossless=True, exif=BAD_EXIF),
 }
 

