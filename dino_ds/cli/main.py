@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import importlib
 import os
 import re
 import select
@@ -219,8 +218,18 @@ def check_software(command: Command, options: Any) -> None:
     """Raises UserError where torch does not load, or for wrong options that a command checks before it loads torch."""
     # torch's warnings about a lost rank are pages of C++ frames; our errors say which rank is gone, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if command.name in ("embed", "curate", "export"):
-        importlib.import_module(f"dino_ds.commands.{command.name}").check(options)
+    if command.name == "embed":
+        from dino_ds.commands.embed import check as check_embed
+
+        check_embed(options)
+    elif command.name == "curate":
+        from dino_ds.commands.curate import check as check_curate
+
+        check_curate(options)
+    elif command.name == "export":
+        from dino_ds.commands.export import check as check_export
+
+        check_export(options)
     elif command.name == "find":
         from dino_ds.commands.embed import check_queries
 

@@ -150,7 +150,15 @@ _RUN_BEFORE = "recipe"  # the origin of values of the recipe that `RecipeSetting
 
 @dataclass
 class RecipeSettings:
-    """The settings of files and of the command line, before they are checked."""
+    """The settings of files and of the command line, before they are checked.
+
+    Attributes:
+        values: raw values by dotted name.
+        origins: dotted name of each value -> the file or the command line that it comes from.
+        problems: a line for each unknown name.
+        invalid: the sections of these names, whose other keys can't be judged.
+        notes: a line for each value that was left out.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)  # raw, by dotted name
     origins: dict[str, str] = field(default_factory=dict)  # dotted name -> the file or the command line that sets it

@@ -211,7 +211,14 @@ def _is_there(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """A command's request as the user typed it: the names of options and keys, and their values."""
+    """A command's request as the user typed it: the names of options and keys, and their values.
+
+    Args:
+        options: the command's own options by name, converted; `config` and `ds_config` are among them.
+        recipe: keys of the recipe by dotted name, as text of a command line or as Python values.
+        ds: keys of the ds JSON, likewise.
+        notes: lines for the user about values that are understood otherwise than written.
+    """
 
     options: dict[str, Any] = field(default_factory=dict)  # converted; `config` and `ds_config` are among them
     recipe: dict[str, Any] = field(default_factory=dict)  # by dotted name, text of a command line or Python values

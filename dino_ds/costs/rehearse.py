@@ -54,7 +54,12 @@ _aten = torch.ops.aten
 
 @dataclass
 class RecordedPart:
-    """computes: whether any operator does more than view a tensor; the others: as in `PartCosts`."""
+    """One part of a micro-batch.
+
+    flops: of all products.
+    computes: whether any of its operators does more than view a tensor.
+    moments: (elements of finished gradients, most bytes alive meanwhile).
+    """
 
     flops: float = 0.0
     computes: bool = False
@@ -63,7 +68,10 @@ class RecordedPart:
 
 class Recorder(TorchDispatchMode):
     """Records the operators in its context; `known` tensors, and tensors that share memory with them, do not count.
-    live: bytes of all others that are alive; done: elements of the finished gradients, which are freed at once."""
+
+    live: bytes of all other storages that are alive.
+    done: elements of the finished gradients, which are freed at once.
+    """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

@@ -119,10 +119,15 @@ def count_parameters(recipe: Recipe) -> int:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of one micro-batch of `images`. parts: "teacher NAME" of each teacher, "targets", "student", "loss",
-    "backward". teachers: bytes of each teacher's weights. saved: bytes that autograd keeps for the backward pass. held:
-    bytes of a micro-batch's targets and teachers' outputs that live until its backward pass. crops: bytes of a
-    micro-batch's crops. window: micro-batches that the rehearsal prepared together; a step may prepare more."""
+    """The costs of one micro-batch of `images`.
+
+    parts: "teacher NAME" of each teacher, "targets", "student", "loss", "backward".
+    teachers: bytes of each teacher's weights.
+    saved: bytes that autograd keeps for the backward pass.
+    held: bytes of a micro-batch's targets and teachers' outputs that live until its backward pass.
+    crops: bytes of a micro-batch's crops.
+    window: micro-batches that the rehearsal prepared together; a step may prepare more.
+    """
 
     images: int
     parts: Mapping[str, PartCosts]
@@ -136,7 +141,11 @@ class StepCosts:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class PartCosts:
-    """flops: of all products of a part. moments: (elements of finished gradients, most bytes alive meanwhile)."""
+    """A part of a micro-batch.
+
+    flops: of all its products.
+    moments: (elements of gradients that are finished, most bytes alive meanwhile).
+    """
 
     flops: float
     moments: Sequence[tuple[int, float]]
@@ -257,9 +266,16 @@ def not_counted(recipe: Recipe) -> list[str]:
 
 
 def kept(about: Mapping[str, Any], type_: type[_T], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> _T:
-    """The value of `type_`, which pydantic checks, in the plain JSON that `make` returns, or returned before for the
-    same `about`, what it depends on in plain JSON, and the same code, that of `modules` too. A file that holds no such
-    value is replaced. If the folder can't be read or written, only time is lost."""
+    """The value of `type_` in the plain JSON that `make` returns, or returned before for the same `about` and code.
+
+    A file that holds no such value is replaced. If the folder can't be read or written, only time is lost.
+
+    Args:
+        about: what the result depends on, as plain JSON.
+        type_: a type that pydantic checks, such as a dataclass.
+        make: computes a result that is not in the cache.
+        modules: names of other modules whose code `make` runs.
+    """
     digests = []
     for module in modules:
         with suppress(ImportError, OSError, ValueError):

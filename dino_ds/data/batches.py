@@ -175,13 +175,19 @@ def _start_worker(worker: int) -> None:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Settings of a loader. `global_batch`: images of a step, a multiple of micro_batch * world_size. `workers`: loader
-    processes; 0 = in this process, None = by the number of cores. `patience`: seconds without a batch after which the
-    processes are restarted, None = never. `augment`: "worker" = crops are cut and augmented in the loader; "device" =
-    only cut there. `channels`: number in every image; unless it is 3, color operations that need RGB are left out.
-    `value_range`: of images deeper than 8 bits; if given, all crops are float32, and torch augments them, not Pillow.
-    `device`: augments the crops. `shares`: for each resolution, the share of the steps that use it. `cache`: of decoded
-    files, only for a source that has files."""
+    """Settings of a loader.
+
+    Attributes:
+        global_batch: images of a step, a multiple of micro_batch * world_size.
+        workers: loader processes; 0 = in this process, None = by the number of cores.
+        patience: seconds without a batch after which the processes are restarted, None = never.
+        augment: "worker" = crops are cut and augmented in the loader; "device" = only cut there.
+        channels: number in every image; unless it is 3, color operations that need RGB are left out.
+        value_range: of images deeper than 8 bits; if given, all crops are float32, and torch augments them, not Pillow.
+        device: augments the crops.
+        shares: for each resolution, the share of the steps that use it.
+        cache: of decoded files, only for a source that has files.
+    """
 
     seed: int = 0
     global_batch: int = 1

@@ -101,13 +101,25 @@ def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -
 
 
 class EncodedImage:
-    """An image file of which only the header has been read. Arguments: `name`: its name in errors. `max_pixels`: limit,
-    None = any number; every three channels count as one image. `value_range`: black and white of values deeper than 8
-    bits. `channels`: number that is wanted; None = all channels of the file. Attributes: `width`, `height`: size in
-    pixels of the upright image. `channels`: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files
-    that Pillow reads have 3, or the number with alpha if that is wanted. `deep`: whether the file has more than 8 bits
-    a channel. `format`, `mode`: Pillow's names. Raises UnreadableImage before memory is taken, if the file is no image
-    or too large."""
+    """An image file of which only the header has been read.
+
+    Args:
+        data: the file.
+        name: its name in errors.
+        max_pixels: limit of pixels, None = any number; every three channels count as one image.
+        value_range: black and white of values deeper than 8 bits.
+        channels: number that is wanted; None = all channels of the file.
+
+    Attributes:
+        width, height: size in pixels of the upright image.
+        channels: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files that Pillow reads have 3, or
+            the number with alpha if that is wanted.
+        deep: whether the file has more than 8 bits a channel.
+        format, mode: Pillow's names.
+
+    Raises:
+        UnreadableImage: the file is no image or too large; found before memory is taken.
+    """
 
     def __init__(
         self,

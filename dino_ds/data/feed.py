@@ -27,10 +27,16 @@ class Position:
 
 
 class Batch(NamedTuple):
-    """A micro-batch on the device. `crops`: by crop group, in the order of the groups, each crop as (b, c, h, w)
-    float32. `drop_keys`: the `sample_keys` of the images, (b,) int64, for stochastic depth; None without it. `masks`:
-    patches of masked groups that are hidden from the student. `indices`: of the images, (b,) int64, all drawn in
-    `epoch`. `names`: of the images. `bad`: name and reason of each unreadable image that was replaced."""
+    """A micro-batch on the device.
+
+    Attributes:
+        crops: by crop group, in the order of the groups, each crop as (b, c, h, w) float32.
+        drop_keys: the `sample_keys` of the images, (b,) int64, for stochastic depth; None without it.
+        masks: patches of masked groups that are hidden from the student.
+        indices: of the images, (b,) int64, all drawn in `epoch`.
+        names: of the images.
+        bad: name and reason of each unreadable image that was replaced.
+    """
 
     crops: Mapping[str, Sequence[Tensor]]
     drop_keys: Tensor | None = None

@@ -95,8 +95,13 @@ def is_remote(source: Source) -> bool:
 
 
 def prepare_images(source: Source, indices: Sequence[int], seconds: float | None = None) -> None:
-    """Tell a source which images are read next, so that it fetches remote ones together. seconds: time after which an
-    image that has not arrived counts as lost."""
+    """Tell a source which images are read next, so that it fetches remote ones together.
+
+    Args:
+        source: any source; a local one ignores the call.
+        indices: images that are read next.
+        seconds: time after which an image that has not arrived counts as lost.
+    """
     if is_remote(source):
         source.prepare(indices, seconds)  # type: ignore[attr-defined]
 

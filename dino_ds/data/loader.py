@@ -95,11 +95,17 @@ class BatchKeys(list[tuple[int, int]]):
 
 
 class ResumableSampler(Sampler[BatchKeys]):
-    """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws. Micro-batch m of a
-    step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch. Images that do not fill
-    a global batch at the end of an epoch are left out; each epoch leaves out different ones. `images`: number in the
-    source. `options`: the loader's options. `start`: position at which a step begins. `draws`: times each image is
-    drawn; None = equal."""
+    """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws.
+
+    Micro-batch m of a step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch.
+    Images that do not fill a global batch at the end of an epoch are left out; each epoch leaves out different ones.
+
+    Args:
+        images: number in the source.
+        options: the loader's options.
+        start: position at which a step begins.
+        draws: how often each image is drawn; None = equally often.
+    """
 
     def __init__(self, images: int, options: LoaderOptions, start: Position, draws: Draws | None = None) -> None:
         self._images, self._options, self._start, self._draws = images, options, start, draws

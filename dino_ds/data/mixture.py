@@ -158,11 +158,17 @@ def roots_of(data: DataSection) -> list[str]:
 
 
 class Draws:
-    """Order of images from several parts, each with a share of every epoch; groups of a part are drawn equally often. A
-    part draws from its groups in turn, and a group draws all of its images, in a random order, before it repeats one.
+    """Order of images from several parts, each with a share of every epoch; groups of a part are drawn equally often.
+
+    A part draws from its groups in turn, and a group draws all of its images, in a random order, before it repeats one.
     So the counts of a part and of its groups are exact to one image an epoch, and after any epoch the images of a group
-    have been drawn equally often, to one. `shares`: share of each part. `parts`: (n,) int64, part of each image.
-    `groups`: (n,) int64, group of each image, numbered through part after part; -1 = never drawn."""
+    have been drawn equally often, to one.
+
+    Args:
+        shares: share of each part.
+        parts: (n,) int64, part of each image.
+        groups: (n,) int64, group of each image, numbered through part after part; -1 = never drawn.
+    """
 
     def __init__(self, shares: Sequence[Fraction], parts: np.ndarray, groups: np.ndarray) -> None:
         self._shares, self._groups = tuple(shares), groups

@@ -39,10 +39,15 @@ BLUR_REACH = 6  # pixels on either side that a blur reads: 3 standard deviations
 
 
 class MultiCrop:
-    """Cuts the crops of all groups from an image, augments and normalizes them. `groups`: crop groups. `augment`:
-    probabilities and strengths, or the name of a preset. `masks`: options of the masked groups, by group name.
-    `normalization`: mean and deviation of the channels. `resolutions`: the same crops in each of the sizes that
-    optimizer steps draw from; empty: only those of `groups`."""
+    """Cuts the crops of all groups from an image, augments and normalizes them.
+
+    Args:
+        groups: crop groups.
+        augment: probabilities and strengths, or the name of a preset.
+        masks: options of the masked groups, by group name.
+        normalization: mean and deviation of the channels.
+        resolutions: the same crops in each of the sizes that optimizer steps draw from; empty: only those of `groups`.
+    """
 
     def __init__(
         self,

@@ -40,10 +40,16 @@ _MAX_NOTES = 20
 
 
 class TarShards(ListedImages):
-    """The images of tar files at paths or addresses, shard after shard, members in the order of the file.
+    """The images of tar files, shard after shard, members in the order of the file.
+
     The index is kept in the cache, and used while the shards' sizes and times are unchanged. `notes` names members that
-    can't be read. kind: ending of the images to take, such as input.png for KEY.input.png; None for all. cache_gib:
-    disk space for images of remote shards. Raises DataError if there are no images."""
+    can't be read. Raises DataError if there are no images.
+
+    Args:
+        shards: paths of the files, or addresses.
+        kind: ending of the images to take, such as input.png for KEY.input.png; None for all.
+        cache_gib: disk space for images of remote shards.
+    """
 
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])

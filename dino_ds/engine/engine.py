@@ -37,10 +37,18 @@ class Progress(enum.Enum):
 
 
 class Engine:
-    """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch. Learning rates and
-    weight decays come with each step through `set_groups`. `network`: the student, FP32, equal on all ranks. `config`:
-    a resolved ds config. `options`: kind of optimizer, learning rates by layer, clipping. Raises ConfigError: DeepSpeed
-    refuses the config, or it does not go with the options."""
+    """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
+
+    Learning rates and weight decays come with each step through `set_groups`.
+
+    Args:
+        network: the student, FP32, equal on all ranks.
+        config: a resolved ds config.
+        options: kind of optimizer, learning rates by layer, clipping.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the config, or it does not go with the options.
+    """
 
     def __init__(self, network: Network, config: DsConfig, options: optim.OptimizerOptions = optim.ONE_RATE) -> None:
         _check_together(config, options)

@@ -125,9 +125,15 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step. A
-    tensor is a whole parameter, the same on all ranks, unless `lay_out` has declared its contents. A step overwrites
-    gradients. `blocks`: matrices in each parameter of kind muon; see `matrices_of`. `scale`: factor of its updates."""
+    """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step.
+
+    A tensor is a whole parameter, the same on all ranks, unless `lay_out` has declared its contents. A step overwrites
+    gradients.
+
+    Args:
+        blocks: number of matrices in each parameter of a group of kind muon; see `matrices_of`.
+        scale: factor of Muon's updates.
+    """
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], blocks: Mapping[Any, int], momentum: float, scale: float, **adamw: Any

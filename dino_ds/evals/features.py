@@ -110,7 +110,10 @@ class ImageMemory:
         self, key: Any, read: Callable[[], Generator[Any, None, None]], copied: Callable[[Any], tuple[Any, int]]
     ) -> Generator[Any, None, None]:
         """Yield the batches called `key` from memory, or else from `read`; those are kept if all of them fit.
-        copied: a batch -> its copy and the size of the copy in bytes."""
+
+        Args:
+            copied: a batch -> its copy and the size of the copy in bytes.
+        """
         if key in self._kept:
             yield from (copied(batch)[0] for batch in self._kept[key])
             return

@@ -24,8 +24,11 @@ LIMIT_SECONDS = 5.0  # longest time that a file operation may hold up a process:
 
 
 class Event(str):
-    """A line of a run's log that also tells programs what happened: an object of events.jsonl. kind: by default the
-    first word of a line that pads it to nine letters. detail: whether the screen shows it only with --verbose."""
+    """A line of a run's log that also tells programs what happened: an object of events.jsonl.
+
+    kind: what happened; by default the line's first word, if it is padded to nine letters as in "warning  ".
+    detail: whether the screen shows the line only with --verbose; the run's files always have it.
+    """
 
     def __new__(cls, line: str, kind: str = "", detail: bool = False, **facts: Any) -> Event:
         event = super().__new__(cls, line)

@@ -207,10 +207,16 @@ def build_network(
     start: tuple[str, Weights] | None = None,
 ) -> Network:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
-    `placer`: called with each module once its weights are initialized; if it moves modules elsewhere, the whole network
-    is never in memory. `objective`: loss terms, whose inputs the network must output; None: the recipe's terms.
-    `start`: name and tensors of weights to begin with, instead of those of model.init_from. Raises ConfigError for
-    options that don't go with the backbone, CheckpointError for model.init_from that does not fit."""
+
+    Args:
+        placer: called with each module once its weights are initialized; if it moves modules elsewhere, the whole
+            network is never in memory.
+        objective: loss terms, whose inputs the network must output; None: the recipe's terms.
+        start: name and tensors of weights to begin with, instead of those of model.init_from.
+
+    Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
+    fit.
+    """
     model, objective = recipe.model, objective or build_objective(recipe, torch.device("cpu"))
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     check_backbone(recipe, network)

@@ -217,11 +217,17 @@ class _PrototypeTerm(Term):
 
 
 class DinoTerm(_PrototypeTerm):
-    """`dino_loss`, with the same value: cross-entropy is linear in its targets, so the targets for a student's crop are
-    summed first, and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
-    `teacher_crops`: number of crops of each image that the teacher sees; the student sees these first. `weighs_local`:
-    whether LOCAL_WEIGHT of the schedule multiplies the pairs of the student's other crops (DINOv3); the divisor stays
-    the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs."""
+    """`dino_loss`, which the head computes with its logits, a few images at a time (`Prototypes`). FP32.
+
+    The value is the same: cross-entropy is linear in its targets, so the targets for a student's crop are summed first,
+    and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
+
+    Args:
+        teacher_crops: number of crops of each image that the teacher sees; the student sees these first.
+        teacher: name of the teacher whose logits make the targets.
+        weighs_local: whether LOCAL_WEIGHT of the schedule multiplies the pairs of the student's other crops (DINOv3);
+            the divisor stays the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs.
+    """
 
     def __init__(
         self,

@@ -49,13 +49,20 @@ class TeacherOptions:
 
 
 class EmaTeacher(Teacher):
-    """An average of the student's weights, updated after each applied step. On construction the network becomes equal
-    to `masters`, the student's FP32 weights, which DeepSpeed makes from weights already rounded to the engine's
-    precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
-    Weights that the student never trains keep their values from before any rounding. Matrices A and B of adapters
-    (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of products. Of
-    the student's `buffers`, floating-point ones are averaged as the weights are, and integers copied; for BatchNorm:
-    `TeacherOptions`."""
+    """An average of the student's weights, updated after each applied step.
+
+    On construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
+    engine's precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat
+    buffers. Weights that the student never trains keep their values from before any rounding. Matrices A and B of
+    adapters (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of
+    products.
+
+    Args:
+        network: see `Teacher`.
+        masters: the student's FP32 weights.
+        buffers: returns the student's buffers by name. Floating-point ones are averaged as the weights are, integers
+            copied; for BatchNorm's see `TeacherOptions`.
+    """
 
     def __init__(
         self,

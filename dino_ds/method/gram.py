@@ -41,9 +41,15 @@ def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 class GramTerm(Term):
-    """`gram_loss` of the patches of each image, in tiles. FP32. The student's patches are those of its global crops,
-    hidden ones too; `seen`: the group of the teacher's crops, the same image regions in this size or another. Where the
-    schedule's weight is 0 nothing is computed, and the loss is 0."""
+    """`gram_loss` of the patches of each image, in tiles. FP32.
+
+    The student's patches are those of its global crops, hidden ones too. Where the schedule's weight is 0 nothing is
+    computed, and the loss is 0.
+
+    Args:
+        teacher: name of the teacher that gives the patches to compare with.
+        seen: group of the teacher's crops, the same image regions in this size or another.
+    """
 
     def __init__(self, teacher: str, seen: str) -> None:
         self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of("global")

@@ -105,8 +105,11 @@ class TermLoss(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """Facts about a term's scalar that is the mean entropy of targets. prototypes: number of prototypes; cross_entropy:
-    name of the scalar with the cross-entropy (None: the term's loss); rows: what has a target each."""
+    """Facts about a term's scalar that is the mean entropy of targets.
+
+    prototypes: number of prototypes; cross_entropy: name of the scalar with the cross-entropy (None: the term's loss);
+    rows: what has one target each, as messages name it.
+    """
 
     prototypes: int
     cross_entropy: str | None = None

@@ -42,9 +42,14 @@ class MicroStep:
 
 class TrainingStep:
     """Trains the student and advances teachers, objective and schedules with it; `applied_steps` is the run's clock.
-    `groups`: the crop groups of a micro-batch. `seed`: of the random choices that all images of a step share. `flags`:
-    FLAGS of this rank, which travel with the all-reduce of the objective's running statistics. `window`: number of
-    micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1."""
+
+    Args:
+        groups: the crop groups of a micro-batch.
+        seed: of the random choices that all images of a step share.
+
+    Attributes:
+        flags: FLAGS of this rank, which travel with the all-reduce of the objective's running statistics.
+    """
 
     def __init__(
         self,

@@ -57,11 +57,14 @@ def _scales_of(draws: Tensor, first: float, last: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """The sequences whose branch is computed at all. rows: indices of all their tokens in the matrix of all sequences.
-    packing: of `rows`; selection: among `rows`, if the block returns selected rows alone. places: indices, in the
-    block's result, of the rows that the block returns for these sequences. scales: (rows, 1), for each of `places`
-    sequences of its size / kept ones, which keeps the expected sum. inverse: for each row of the result its index in
-    `places`, or -1; None unless functions are fused on a GPU."""
+    """The sequences whose branch is computed at all.
+
+    rows: indices of all their tokens in the matrix of all sequences.
+    packing: of `rows`; selection: among `rows`, if the block returns selected rows alone.
+    places: indices, in the block's result, of the rows that the block returns for these sequences.
+    scales: (rows, 1), for each of `places` sequences of its size / kept ones, which keeps the expected sum.
+    inverse: for each row of the result its index in `places`, or -1; None unless functions are fused on a GPU.
+    """
 
     rows: Tensor
     packing: Packing

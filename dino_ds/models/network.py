@@ -25,13 +25,21 @@ class Query(NamedTuple):
 
 
 class Network(nn.Module):
-    """One forward pass for all crops of a micro-batch: DeepSpeed needs one engine call per backward pass. A feature is
-    an output of the backbone, such as "cls" or "patches/global"; the rows of "cls" of one group, such as "cls/global";
-    or the features of a group's hidden patches, such as "masked/global". `heads`: modules by name; the names of their
-    parameters begin with it. `queries`: head and input of each output, by the output's name. `features`: names of the
-    features that are outputs themselves. `freezes_backbone`: the backbone is frozen for a while, and needs separate
-    parameter groups. `started_from` describes the weights that the network starts from; `began_with` has them, FP32,
-    until an engine takes them."""
+    """One forward pass for all crops of a micro-batch: DeepSpeed needs one engine call per backward pass.
+
+    A feature is an output of the backbone, such as "cls" or "patches/global"; the rows of "cls" of one group, such as
+    "cls/global"; or the features of a group's hidden patches, such as "masked/global".
+
+    Args:
+        heads: modules by name; the names of their parameters begin with it.
+        queries: head and input of each output, by the output's name.
+        features: names of the features that are outputs themselves.
+        freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.
+
+    Attributes:
+        started_from: description of the weights that the network starts from.
+        began_with: those weights, FP32, until an engine has taken them.
+    """
 
     def __init__(
         self,

@@ -27,7 +27,15 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a command, which the command line prints and the Python API returns."""
+    """The result of a command, which the command line prints and the Python API returns.
+
+    Args:
+        data: the JSON object that --json prints; what Python gets, unless `value` is set.
+        page: text for a terminal.
+        notes: lines for standard error, which are warnings in Python.
+        value: what Python gets instead of `data`.
+        error: what ended the command early; raised after the results so far are shown.
+    """
 
     data: Mapping[str, Any]  # the JSON object that --json prints; what Python gets, unless `value` is set
     page: str  # text for a terminal
@@ -47,7 +55,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its options, and the files that its function in `dino_ds.cli.main` wants."""
+    """A command: its options, its function, and the files that the function wants.
+
+    Args:
+        options: the class whose instance the function of `dino_ds.cli.main` gets, besides `recipe`, `ds` and
+            `ds_path` if it takes them.
+        group: heading of help.
+        recipe: default of --config, None for the schema's defaults.
+        ds_config: default of --ds_config, None where it may be left out (`ds` and `ds_path` are None then).
+        needs_images: images must be named.
+        takes_request: the function also gets `request`, the names and values as the user has given them.
+        loads_torch: the command needs torch: it stops before it starts if torch does not load.
+        ds_shown: words of help for the default of --ds_config, where that depends on the machine.
+    """
 
     name: str
     summary: str

@@ -192,7 +192,13 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
 
 
 class Situation(NamedTuple):
-    """The facts that decide. side: median of the shorter sides in pixels; channels: gray is read as RGB."""
+    """The facts that decide.
+
+    images: number of images.
+    side: median of the images' shorter sides, in pixels.
+    channels: 1 and 3 are treated alike, since gray is read as RGB.
+    gpus: number of GPUs; 0 for a CPU.
+    """
 
     images: int
     side: int

@@ -252,7 +252,12 @@ class ChildFailed(UserError, exit_code=1):
 
 
 class ChildResult(NamedTuple):
-    """value: what the function returned. peak_mib: peak of the resident set; imports_mib: before the function ran."""
+    """Result of a function in a new process.
+
+    value: what the function returned.
+    peak_mib: peak of the resident set.
+    imports_mib: resident set before the function ran, with the libraries loaded.
+    """
 
     value: Any
     peak_mib: float

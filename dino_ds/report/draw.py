@@ -29,8 +29,14 @@ _GROUPS, _MAP = 20, 8.0  # most groups that the map's legend names: the number o
 
 
 class Sheet:
-    """Pictures in rows and columns of one Figure, each with a line of text under it where there are `captions`.
-    heading: what the pictures are, how many of how many, and what their colors mean."""
+    """Pictures in rows and columns of one Figure.
+
+    Args:
+        rows, columns: number of cells.
+        titles: one for each column.
+        captions: whether there is a line of text under each picture.
+        heading: what the pictures are, how many of how many, and what their colors mean.
+    """
 
     def __init__(
         self, rows: int, columns: int, titles: Sequence[str] = (), captions: bool = False, heading: str = ""

@@ -30,9 +30,15 @@ _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "f
 
 @dataclass
 class Events:
-    """The events of a run. newest: the last event of each kind; ended: finished, ended (by eval.stop_after), stopped,
-    failed or ""; incidents: kind, time, such as "2026-11-21T16:47:54Z", and line, in the order of the file, at most 50
-    of a kind; counts: number of all incidents by kind; resumed: the steps at which the run was resumed."""
+    """The events of a run.
+
+    Attributes:
+        newest: the last event of each kind.
+        ended: finished, ended (by eval.stop_after), stopped, failed or "".
+        incidents: in the order of the file, at most 50 of a kind.
+        counts: number of all incidents by kind.
+        resumed: the steps at which the run was resumed.
+    """
 
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: str = ""
@@ -48,9 +54,13 @@ class Events:
 
 @dataclass
 class RunFiles:
-    """One run folder. evaluations: the newest results of each, beside step, images and date, as far as the file has
-    them; best: metric, value, start and step of the best teacher, {} without one; state: finished, stopped (before its
-    length), failed, running or unfinished; notes: missing and broken parts of the folder."""
+    """One run folder.
+
+    Attributes:
+        best: metric, value, start and step of the best teacher, {} without one.
+        state: finished, stopped (before its length), failed, running or unfinished.
+        notes: missing and broken parts of the folder.
+    """
 
     path: Path
     name: str

@@ -86,7 +86,15 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint that a start loads, if any: of this run (`resumed`), or, for a new stage, of the previous one."""
+    """The checkpoint that a start loads, if any: of this run, or, for a new stage, of the previous stage's run.
+
+    Attributes:
+        resumed: checkpoint of this run.
+        previous: checkpoint of the previous stage.
+        continues: whether the stage takes over the whole training state, else the teacher's weights.
+        images_changed: whether the stage trains on other images than the previous one.
+        notes: lines for the log.
+    """
 
     resumed: SavedCheckpoint | None = None
     previous: SavedCheckpoint | None = None

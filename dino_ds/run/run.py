@@ -130,8 +130,13 @@ SAVE_SECONDS = 600.0  # time between later saves, which a run that dies loses at
 @dataclass
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
-    Lines that methods return are for the log. `saving` commits saves. description: fields of Manifest that are the same
-    in all checkpoints of this start. files: the run's `TeacherFiles`."""
+
+    Lines that methods return are for the log. `saving` commits saves.
+
+    Attributes:
+        description: fields of Manifest that are the same in all checkpoints of this start.
+        files: the run's `TeacherFiles`, which writes the teacher's backbone to the run folder.
+    """
 
     checkpoints: Checkpoints
     step: TrainingStep

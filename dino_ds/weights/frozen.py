@@ -25,10 +25,16 @@ from dino_ds.weights.read import checkpoint_of, find_weights, is_checkpoint, net
 
 @dataclass(frozen=True)
 class FrozenSource:
-    """A network that was trained earlier; its tensors are on the CPU, under our names. `path`: as the user gave it, by
-    the recipe's `key`. `image_size`: side of its native images in pixels. `heads`: tensors by the heads' names in a
-    `Network`. `range`: of the values of its images deeper than 8 bits. `centers`: running means of its logits, if it
-    was trained with them. `free_prototypes`: names of the heads whose prototypes are free."""
+    """A network that was trained earlier; its tensors are on the CPU, under our names.
+
+    Attributes:
+        path: as the user gave it, by the recipe's `key`.
+        image_size: side of its native images in pixels.
+        heads: tensors by the heads' names in a `Network`.
+        range: of the values of its images deeper than 8 bits.
+        centers: running means of its logits, if it was trained with them.
+        free_prototypes: names of the heads whose prototypes are free.
+    """
 
     path: str
     spec: BackboneSpec

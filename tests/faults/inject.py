@@ -78,7 +78,7 @@ def at_once(rank: int, on: tuple[int, ...], do: Act) -> None:
 
 
 @planned
-def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) -> None:
+def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times: int = 1) -> None:
     """`do` when a part of a checkpoint file is written; the steps from `step`, `times` of them."""
     from dino_ds.checkpoint import manifest as checkpoint_writing
 
@@ -88,7 +88,7 @@ def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) 
         record = original(path, *args)
         if int(path.parent.name.rpartition("_")[2]) >= step and len(done) < times:
             done.append(True)
-            os.truncate(path, record.bytes // 2)
+            os.truncate(path, int(record.bytes * written))
             do()
         return record
 
@@ -181,6 +181,17 @@ def slow_start(rank: int) -> None:
     _before(importlib.import_module("dino_ds.train"), "build_step", lambda *_: True, wait)
 
 
+def other_images(rank: int) -> None:
+    train = importlib.import_module("dino_ds.train")
+    original = train.training_images
+
+    def training_images(data: Any, *args: Any) -> Any:
+        return original(data.model_copy(update={"root": f"{data.root}_of_rank_1"}), *args)
+
+    if rank == 1:
+        train.training_images = training_images
+
+
 # Acts.
 
 
@@ -213,6 +224,10 @@ def allocate() -> None:
     import torch
 
     torch.empty(2**60, dtype=torch.uint8)
+
+
+def allocate_in_python() -> None:
+    bytearray(2**62)
 
 
 @planned
@@ -255,6 +270,10 @@ def wait_alone() -> None:
 
 def no_space() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "planted")
+
+
+def no_disk() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), "planted")
 
 
 def kill_parent() -> None:

@@ -71,14 +71,15 @@ def start(
     resume: bool = False,
     changes: Mapping[str, str] | None = None,
     flags: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Job:
-    """`dino-ds train` on `world` ranks; `changes` to the tiny recipe. `fault` runs in every
+    """`dino-ds train` on `world` ranks; `changes` to the tiny recipe, taken `without` some keys. `fault` runs in every
     rank before it starts."""
     words = ["train", "--ds_config", str(REPOSITORY / "ds_configs" / ds), "--run_dir", str(run_dir), *flags]
     values = {**TINY, "data.root": str(images), **(changes or {})}
-    words += [part for name, value in values.items() for part in (f"--{name}", value)]
+    words += [part for name, value in values.items() if name not in without for part in (f"--{name}", value)]
     if resume:
         words.append("--resume")
     there = next(path for path in run_dir.parents if path.is_dir())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
 from tests.faults.inject import SLOW
 from tests.hostile.guard import put_with_good_sums
+from tests.run.harness import image_folder
 
 NEWEST, OLDER = "step_00000006", "step_00000003"
 Prepare = Callable[["Scene"], Callable[[], None] | None]
@@ -36,6 +40,19 @@ class Scene:
 
 def nothing(scene: Scene) -> None:
     """The copy of a run as it is."""
+
+
+def latest(text: str) -> Prepare:
+    return lambda scene: (scene.run / "checkpoints/latest").write_text(text) and None
+
+
+def no_checkpoints(scene: Scene) -> None:
+    shutil.rmtree(scene.run / "checkpoints")
+
+
+def cut_file(scene: Scene) -> None:
+    path = scene.newest / "rank_00001.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
 
 
 def flip(name: str, folders: tuple[str, ...] = (NEWEST,)) -> Prepare:
@@ -69,9 +86,21 @@ def stacks(scene: Scene) -> Callable[[], None]:
     return check
 
 
+def dead_lock(scene: Scene) -> None:
+    """RUN/lock of a process that has held it and is gone."""
+    code = "import pathlib, sys, dino_ds.health.processes as l; l.RunLock(pathlib.Path(sys.argv[1])).acquire()"
+    subprocess.run([sys.executable, "-c", code, scene.run], check=True, cwd=jobs.REPOSITORY)
+    assert (scene.run / "lock").exists()
+
+
 def bad_images(scene: Scene) -> None:
     for path in sorted(scene.images.iterdir())[::2]:
         path.write_bytes(b"")
+
+
+def other_images(scene: Scene) -> None:
+    shutil.copytree(scene.images, scene.images.with_name("images_of_rank_1"))
+    next(scene.images.with_name("images_of_rank_1").iterdir()).unlink()
 
 
 def other_job(scene: Scene) -> Callable[[], None]:
@@ -94,6 +123,12 @@ def port_in_use(scene: Scene) -> Callable[[], None]:
     return taken.close
 
 
+def log_full(scene: Scene) -> None:
+    """Every write to log.txt finds no space."""
+    scene.run.mkdir()
+    (scene.run / "log.txt").symlink_to("/dev/full")
+
+
 def no_trace(scene: Scene) -> Callable[[], None]:
     """The run must be the same afterwards, to the byte, but for its heartbeats."""
 
@@ -109,9 +144,29 @@ def no_trace(scene: Scene) -> Callable[[], None]:
     return check
 
 
+def more_images(scene: Scene) -> None:
+    image_folder(scene.images / "more", 100, seed=1)
+
+
 def black_images(scene: Scene) -> None:
     for path in scene.images.iterdir():
         Image.new("RGB", (48, 40)).save(path)
+
+
+def link_to_itself(scene: Scene) -> None:
+    shutil.rmtree(scene.newest)
+    scene.newest.symlink_to(scene.newest.name)
+
+
+def folder_as(name: str) -> Prepare:
+    """A folder with something in it, in place of a file of the run."""
+
+    def act(scene: Scene) -> None:
+        path = scene.run / name
+        path.unlink(missing_ok=True)
+        (path / "inner").mkdir(parents=True)
+
+    return act
 
 
 def small_disk(scene: Scene) -> Callable[[], None]:
@@ -151,3 +206,11 @@ def gone(scene: Scene) -> Callable[[], None]:
 def below_a_file(scene: Scene) -> None:
     scene.run.parent.joinpath("file").touch()
     scene.run = scene.run.parent / "file" / "run"
+
+
+def latest_back(scene: Scene) -> Callable[[], None]:
+    def restore() -> None:
+        (scene.run / "checkpoints/latest").unlink()
+        latest(NEWEST)(scene)
+
+    return restore

@@ -38,10 +38,17 @@ def old_run(images, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(images, tmp_path_factory):
-    """A run of 12 steps without a fault."""
-    run = tmp_path_factory.mktemp("straight") / "run"
-    jobs.start(run, images, changes=SAVES).finish()
-    return run
+    """A run of 12 steps without a fault, for each ds config."""
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def of(kind: Kind) -> Path:
+        ds = kind.ds if kind.exact else "zero1_fp32.json"
+        if ds not in runs:
+            runs[ds] = tmp_path_factory.mktemp("straight") / "run"
+            jobs.start(runs[ds], images, changes=SAVES, ds=ds).finish()
+        return runs[ds]
+
+    return of
 
 
 def _code(kind: Kind) -> int:
@@ -62,8 +69,8 @@ def test_fault(kind, images, old_run, straight, tmp_path):
     if kind.old:
         shutil.copytree(old_run, place.run)
     check = kind.before(place)
-    settings = {"changes": SAVES | kind.changes, "ds": kind.ds, "flags": kind.flags}
-    job = jobs.start(place.run, place.images, fault=kind.fault, resume=kind.old, port=place.port, **settings)
+    settings = {"changes": SAVES | kind.changes, "ds": kind.ds, "flags": kind.flags, "world": len(kind.codes)}
+    job = jobs.start(place.run, place.images, fault=kind.fault, resume=kind.resumes, port=place.port, **settings)
     if kind.by_hand:
         kind.by_hand(job, place)
     outcome = job.wait()
@@ -76,7 +83,7 @@ def test_fault(kind, images, old_run, straight, tmp_path):
     if check:
         check()
     if kind.goes_on:
-        _goes_on(kind, place, outcome, settings, straight)
+        _goes_on(kind, place, outcome, settings, straight(kind))
 
 
 def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, straight: Path) -> None:
@@ -89,6 +96,7 @@ def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, st
         assert set(again.codes) == {0}, again.text
     ours, theirs = losses_of(place.run), losses_of(straight)
     assert [step for step, _ in ours] == list(range(1, STEPS + 1))
-    assert ours == theirs
+    values = [loss for _, loss in theirs]
+    assert [loss for _, loss in ours] == (values if kind.exact else pytest.approx(values, rel=1e-5))
     mine, other = (load_file(run / "teacher.safetensors") for run in (place.run, straight))
-    assert all(torch.equal(mine[name], other[name]) for name in other)
+    assert not kind.exact or all(torch.equal(mine[name], other[name]) for name in other)

@@ -44,10 +44,17 @@ ENOUGH_WAIT = 0.02  # share of a step that may pass waiting for images: more loa
 
 
 class Search:
-    """Tunes the step of a recipe and the ds JSON at `path` on this machine, part by part; what the user changes in it
-    is changed in all others too. sizes, levers, loaders: what was measured of each micro-batch, lever and number of
-    loader processes. limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
-    pair: the setting as given and the one that was found, measured together at the end; best: the faster one."""
+    """Tunes the step of a recipe and a ds JSON on this machine, part by part.
+
+    Args:
+        path, changes: the ds JSON, and the keys that the user changes in it; they are changed in all others too.
+
+    Attributes:
+        sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
+        limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
+        pair: the setting as it was given and the one that was found, measured together at the end.
+        best: the second of the pair if it is faster, else the first.
+    """
 
     def __init__(self, recipe: Recipe, path: str, changes: Mapping[str, Any], trials: Trials) -> None:
         self._recipe, self._path, self._changes, self._trials = recipe, path, changes, trials
