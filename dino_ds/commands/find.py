@@ -40,7 +40,7 @@ _THUMBNAIL, _BLOCK = 96, 4096
 
 @dataclass(frozen=True)
 class Embedded:
-    """Features (n, d), their images, what `embed` says of both, and what there is to say of the images."""
+    """Features (n, d), their images, the facts that `embed` wrote about both, and notes for the user."""
 
     rows: np.ndarray
     source: Source
@@ -67,8 +67,8 @@ class Embedded:
     def sheet(
         self, lines: Sequence[Sequence[tuple[int | str, str]]], titles: Sequence[str] = (), heading: str = ""
     ) -> bytes:
-        """A PNG file of images, line by line with words under them: the first ones of the first lines; titles: of its
-        columns; heading: of the whole, to which are added the channels that it shows."""
+        """A PNG file of the first COLUMNS images of the first LINES lines, with words under each; titles: one for each
+        column; heading: goes above all; the channels that are shown, if not gray or RGB, are added to it."""
         columns = max(len(line[:COLUMNS]) for line in lines)
         heading = "; ".join([*([heading] if heading else []), *shown_channels(len(self.normalization.mean))])
         sheet = Sheet(min(LINES, len(lines)), columns, titles[:columns], captions=True, heading=heading)
@@ -204,8 +204,8 @@ class Found(NamedTuple):
 
 
 def run(options: FindOptions) -> Result:
-    """Write a list and a picture of the nearest images of each in `images`, nearest first; their table. An image that
-    is a row of features is not its own neighbor. Raises UserError, also for an `out` whose files exist."""
+    """Write a list and a picture of the images nearest to each of `images`; return their table, nearest first. An
+    image that is a row of features is not its own neighbor. Raises UserError, also for an `out` whose files exist."""
     features = Path(os.path.expanduser(options.features))
     stem = free_stem(options.out, features.with_name(f"{features.stem}-found"), (".txt", ".csv", ".png"))
     embedded = open_embedded(options)
@@ -252,8 +252,8 @@ def _row_of(embedded: Embedded, image: str) -> int | str:
 
 
 def _features(embedded: Embedded, files: list[str], weights: str | None) -> list[Tensor]:
-    """Features of length 1 (1, d), in FP64, of image files, by what made the others. Raises ConfigError where that is
-    another network now, DataError."""
+    """L2-normalized FP64 features (1, d) of each image file, by the network that made the features file. Raises
+    ConfigError if the network has changed since, DataError for a file that can't be read."""
     if not files:
         return []
     about, device = embedded.about, embedded.vectors.device

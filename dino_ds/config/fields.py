@@ -21,7 +21,7 @@ def option(default: Any, description: str, **facts: Any) -> Any:
     """Declare a setting: its default (... if it must be given) and the sentence that describes it in help. facts: more
     about it. shown: the default as help shows it. learned: False for a key of a recipe that does not change what is
     learned, so that a resumed run may change it. by_content: True for a key whose file a resumed run compares by
-    content, and not by name. bare: True for the option of a command that a word without a name sets. stages: the ZeRO
+    content, and not by name. bare: True for an option that a positional argument of the command sets. stages: the ZeRO
     stages at which a key of a ds JSON acts. inside_run: True for a length that must not exceed the run's."""
     return Field(default, description=description, json_schema_extra=facts or None)
 
@@ -30,9 +30,9 @@ free_option = partial(option, learned=False)  # a key that a resumed run may cha
 
 
 class Section(BaseModel):
-    """Settings that belong together: a section of a recipe or of a ds JSON. Values such as "crops.mask none" -> the
-    keys or sections that have no effect beside them: `idle` ones are noted, `refused` ones are refused where they are
-    set. "a|b": either value, "!a": any other one; with commas: all of them."""
+    """Settings that belong together: a section of a recipe or of a ds JSON. `idle` and `refused` map values, such as
+    "crops.mask none", to keys or sections that have no effect beside them: setting these gives a note, or an error.
+    In values, "a|b" means either one, "!a" any but a; values with commas between them must all hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     idle: ClassVar[dict[str, str]] = {}
@@ -190,7 +190,7 @@ _MOST_VALUE = 1e18  # the largest value of a pixel: differences and their invers
 
 
 def split_words(value: object) -> object:
-    """Split words with commas between them, where YAML gives a list; a number is the only one of a list."""
+    """Split a string at commas and spaces; a single number becomes a tuple of one; a list stays as YAML gives it."""
     if isinstance(value, str):
         return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w)
     return (value,) if isinstance(value, int | float) else value

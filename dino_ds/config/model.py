@@ -23,7 +23,7 @@ def _parse_arguments(value: object) -> str:
         arguments = _from_json(value) if isinstance(value, str) else _from_text(value)
         if not isinstance(arguments, dict):
             raise TypeError
-        json.dumps(arguments, ensure_ascii=False).encode()  # no half of a character
+        json.dumps(arguments, ensure_ascii=False).encode()  # no lone surrogate
         return json.dumps(arguments, sort_keys=True)
     except (ValueError, TypeError, RecursionError):
         raise ValueError(f'{str(value)[:80]!r} is not keywords as JSON, such as {{"layers": [1, 1, 1, 1]}}') from None

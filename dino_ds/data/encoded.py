@@ -118,7 +118,7 @@ class RowImages(EncodedImages):
             if _local_state(self._files[file]) != self._states[file]:
                 raise OSError("changed since its rows were listed")
         except Exception as error:
-            if self.elsewhere and isinstance(error, DataError):  # what does not come from a server ends a run
+            if self.elsewhere and isinstance(error, DataError):  # a server's failure ends a run
                 raise
             raise UnreadableImage(self.name(index), f"{form}: {one_line(error, 200)}") from None
 
@@ -260,12 +260,12 @@ def file_key(path: str) -> int:
 
 
 def key_on(device: int, inode: int) -> int:
-    """The `file_key` of a file; that of inode 0 is the part of it that depends on the device."""
+    """The `file_key` of a file, its inode number plus a number of the device, which inode 0 gives alone."""
     return (inode + device * _SPREAD) % 2**64
 
 
 def archive_key(path: str, part: str = "") -> int:
-    """The number of the first place in an archive's part, far from those of other archives."""
+    """Base of the keys of an archive's images, or of its dataset `part`'s: a row or a byte offset is added to it."""
     return _hashed(f"{file_key(path)}:{part}")
 
 

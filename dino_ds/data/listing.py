@@ -238,7 +238,7 @@ def join_classes(lists: Iterable[Sequence[str]]) -> tuple[list[str], list[np.nda
 
 
 def note_unnamed(places: Iterable[str]) -> list[str]:
-    """A note on classes that have only numbers in several places, if there are several."""
+    """A note if several datasets, at `places`, have classes with numbers only, without names."""
     several = list(dict.fromkeys(places))
     some = ", ".join([*several[:3], *["..."] * (len(several) > 3)])
     note = f"the classes of {some} are numbers without names: equal numbers are taken for the same class"

@@ -64,7 +64,7 @@ async def get(url: str, begin: int = 0, end: int | None = None) -> tuple[bytes, 
         async with facts["Body"]:
             data = await _read_body(facts["Body"].read, facts.get("ContentEncoding"), most)
         content_range = facts.get("ContentRange", "")
-    else:  # these give no tag with the bytes: asked afterwards, so that it is not an older one
+    else:  # no tag comes with the bytes: asked for afterwards, it is not older than they are
         data = await call(url, "cat_file", start=begin, end=end)
         facts = await call(url, "info")
         content_range = f"bytes {begin}-0/{facts['size']}"
@@ -92,7 +92,7 @@ async def _read_body(read: Callable[[int], Awaitable[bytes]], encoding: str | No
 
 
 def state_of(facts: Any) -> list[int]:
-    """Size, and a number above 0 for what tells this content from another; 0 where nothing does."""
+    """Size, and the hash of the tag that tells this content from another, above 0; 0 without a tag."""
     size = facts["size"] or 0
     tag = next((str(facts[name]).strip('"') for name in _TAGS if facts.get(name)), "") if size else "empty"
     number = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "big") >> 1
@@ -178,7 +178,7 @@ def _driver_of(scheme: str, pid: int) -> Any:
         elif scheme.startswith("http"):
             options["get_client"] = _http_session
         driver = fsspec.filesystem(scheme, **options)
-        driver.gate, driver.retries = asyncio.Semaphore(_REQUESTS), 1  # the second of s3fs
+        driver.gate, driver.retries = asyncio.Semaphore(_REQUESTS), 1  # `retries` is an attribute of s3fs
         return driver
     except ImportError:
         extra = "'dino_ds[remote]'" if scheme in ("s3", "http", "https") else _DRIVERS[scheme]
@@ -189,7 +189,7 @@ def _driver_of(scheme: str, pid: int) -> Any:
 
 @functools.cache
 def _bounded_answer() -> Any:
-    """aiohttp's class of answers, which drivers read whole, with a bound: `most`, unless the request has set it."""
+    """aiohttp's response class, for drivers that read bodies whole: at most `most` bytes, which a request may set."""
     import aiohttp
 
     class Answer(aiohttp.ClientResponse):
@@ -212,7 +212,7 @@ async def _http_session(**options: Any) -> Any:
 
 
 def begin(work: Any) -> Any:
-    """A future of a coroutine's result, which runs meanwhile in fsspec's thread, after a fork in a new one."""
+    """Start the coroutine `work` in fsspec's thread (a new one after a fork); returns the future of its result."""
     import fsspec.asyn
 
     return asyncio.run_coroutine_threadsafe(work, fsspec.asyn.get_loop())

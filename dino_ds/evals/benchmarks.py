@@ -112,8 +112,8 @@ class _GroundTruth(BaseModel):
 
 def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswers], setup: str) -> float:
     """Mean average precision in percent; ranking: the whole database for each query, most similar first.
-    A precision is the area under the curve over recall by the trapezoidal rule, junk skipped; queries without positives
-    are left out, NaN if none is left. Equal to `compute_map` of revisitop."""
+    An average precision is the area under the precision-recall curve by the trapezoidal rule, junk skipped; queries
+    without positives are left out, NaN if none is left. Equal to `compute_map` of revisitop."""
     precisions = []
     for row, answer in zip(ranking, answers, strict=True):
         positive, junk = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])

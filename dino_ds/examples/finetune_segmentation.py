@@ -1,7 +1,7 @@
 """Segment images by a teacher's patch features and a head of BatchNorm and one linear layer, as DINOv2's evaluation.
 
-Images lie in DIR/images, masks in DIR/masks: PNG files of the same names and sizes whose values are numbers of classes,
-255 where nobody knows.
+Images lie in DIR/images, masks in DIR/masks: PNG files of the same names and sizes whose values are class indices,
+255 where the class is unknown.
 
 dino-ds export runs/vits16 --format timm --out for-timm
 python -m dino_ds.examples.finetune_segmentation for-timm --frozen --train TRAIN --test TEST --out segmenter \\

@@ -87,9 +87,9 @@ def death_of(pid: int) -> str:
 
 @functools.cache
 def starters() -> tuple[Process, ...]:
-    """The processes that this rank must not outlive, found at the first call, which comes before slow imports. They are
-    its parent, unless that may leave jobs running, and what started a parent that is DeepSpeed's launch.py:
-    `deepspeed`, which dies of a signal without handing it on, or the session of ssh on another machine."""
+    """The processes that this rank must not outlive, found at the first call, which comes before slow imports: its
+    parent, unless that may leave jobs running, as shells do; and if the parent is DeepSpeed's launch.py, what started
+    it: `deepspeed`, which dies of a signal without passing it on, pdsh, or on another machine the ssh session."""
     above: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
         parent = psutil.Process().parent()
@@ -110,7 +110,7 @@ def starters() -> tuple[Process, ...]:
 
 
 def _started_launch(launch: psutil.Process) -> list[psutil.Process]:
-    """`deepspeed`; or the remote shell and the session of ssh, but not a person's, which has a terminal."""
+    """What started launch.py: `deepspeed`, or the shells and sshd of an ssh session; [] for one with a terminal."""
     above = launch.parents()
     if above[0].name() not in _LEAVES_JOBS:
         return above[:1]
@@ -196,7 +196,7 @@ STALE_SECONDS = 60.0  # a lock of another machine is stale if it has not been to
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock; `machine` and `ticks` (see `processes`) tell it from later ones with this pid."""
+    """The process that holds a lock; `machine()` and `Process.ticks` tell it from later ones with this pid."""
 
     host: str
     pid: int

@@ -86,7 +86,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 class _GramLoss(torch.autograd.Function):
-    """The loss of unit rows x, L = sum (x x^T - t)^2 / count; its gradient is 4 (x x^T - t) x / count."""
+    """The loss of unit rows x, L = sum (x x^T - y y^T)^2 / count; its gradient is 4 (x x^T - y y^T) x / count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, low: bool) -> Tensor:

@@ -22,8 +22,8 @@ ONE = Ramp(1.0)
 
 @dataclass(frozen=True)
 class PrototypeSpec(TermSpec):
-    """A cross-entropy over prototypes: the name and sizes of its head, and the teacher whose logits become targets: by
-    Sinkhorn-Knopp, or by a softmax after their running mean is subtracted, which checkpoints hold as `center`."""
+    """A cross-entropy over prototypes. head: its name and sizes; teacher: its logits become targets by Sinkhorn-Knopp,
+    or by a softmax after their running mean is subtracted; center: the name of this mean in checkpoints."""
 
     head: tuple[str, HeadSection]
     sinkhorn: bool
@@ -205,8 +205,8 @@ class GramTeacherSpec(TeacherSpec):
 
     @staticmethod
     def problems(recipe: RecipeSections) -> list[str]:
-        """The first resolution with a Gram size and no Gram crops, with none for them, or with one out of range; Gram
-        sizes that are no multiples of the patch size."""
+        """The first resolution whose Gram size is missing, out of range, or given although there are no Gram crops; and
+        Gram sizes that are no multiples of the patch size."""
         several, gram_size = recipe.resolutions if recipe.crops.resolutions else (), recipe.gram.own_crop_size
         sizes = [(f"crops.resolutions {step}", step.gram_size, step.global_size) for step in several]
         problems = []
