@@ -17,7 +17,7 @@ _MOST_QUOTED = 100
 
 @functools.cache
 def words_elsewhere(section: str) -> dict[str, str]:
-    """Each word of a section of elsewhere.yaml -> its answer."""
+    """Word -> its text in `section` of elsewhere.yaml, such as what to type in place of another program's option."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built in
@@ -26,7 +26,7 @@ def words_elsewhere(section: str) -> dict[str, str]:
 
 
 def as_written(value: object) -> str:
-    """A value as it is written in a YAML file, for an error: `[32, 64]`, and text in quotes."""
+    """A value as it is written in a YAML file, for an error: `[32, 64]`; text in quotes, except inside lists."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(unquoted, value))}]"
     if isinstance(value, dict):

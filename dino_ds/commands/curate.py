@@ -167,8 +167,8 @@ def _line_of_cluster(embedded: Embedded, number: int, members: np.ndarray, colum
 
 
 def _train(embedded: Embedded, key: str, file: Path) -> str:
-    """The command that trains with this file as the run whose features these are, if a run made them that is no stage
-    and names no code, which --config would import; data.balance also needs the images, and none of them held out."""
+    """The command that trains on `file`, given as --KEY, by the recipe of the run that made the features, unless that
+    is a stage or imports a user's code. For data.balance it also names the images, and holds none of them out."""
     words, origin = [f"--{key}", f"{'' if key == 'data.root' else 'clusters:'}{file}"], embedded.about["origin"]
     images = {"data.source": origin["source"], "data.root": None if key == "data.root" else origin["root"]}
     words[:0] = [word for name, value in images.items() if value is not None for word in (f"--{name}", value)]

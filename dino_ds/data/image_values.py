@@ -78,7 +78,7 @@ def find_misfits(images: Sequence[ImageValues], value_range: ValueRange | None, 
 
 @dataclass
 class Sample:
-    """Values of sampled images. measures: whether all are decoded, else those whose values tell what they are."""
+    """Values of sampled images. measures: whether to decode all of them, not only deep ones and those with alpha."""
 
     measures: bool = False
     images: int = 0  # number of images that could be read

@@ -25,7 +25,7 @@ _BLOCK = 1024
 
 def augment(crops: Tensor, table: Tensor, scale: float, normalize: Tensor, out: Tensor) -> None:
     """Augment crops (n, h, w, c) times `scale` by `table` (n, COLUMNS), all on the device, into out (n, c, h, w).
-    normalize (2, c): the final offset and factor of each channel; the factor comes first."""
+    normalize (2, c): an offset and a factor for each channel; the last operation is value * factor + offset."""
     n, height, width, channels = crops.shape
     pixels = height * width
     chunks = triton.cdiv(pixels, _BLOCK)

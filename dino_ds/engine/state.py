@@ -104,8 +104,8 @@ def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int
 
 
 def lay_out_shards(inner: optim.Lars | Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
-    """Tell `inner`, under stages 1 to 3, which elements of this rank's shards belong to which layer, for LARS, or of
-    all ranks' shards to which matrix, for Muon."""
+    """Under stages 1 to 3, tell `inner` which elements of flat shards belong to which parameter: LARS those of this
+    rank's shards, Muon those of all ranks' shards."""
     for masters, shard, group in shards_of(optimizer, names):
         members = [str(entry[0]) for entry in masters.layout]
         if isinstance(inner, optim.Lars):
@@ -145,7 +145,7 @@ def export_state(
 
 
 def _even_share(flats: list[OptimizerShard], shapes: Shapes) -> Iterator[OptimizerShard]:
-    """This rank's parts of flats that are whole parameters, if all their elements are cut into one run per rank."""
+    """This rank's slices of whole parameters: all elements, one parameter after another, are cut evenly by rank."""
     by_name, total = {flat.name: flat for flat in flats}, sum(math.prod(shape) for shape in shapes.values())
     rank, ranks = distributed.rank(), distributed.world_size()
     left, right = total * rank // ranks, total * (rank + 1) // ranks
@@ -239,7 +239,7 @@ class SavedParameters:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
 
     def step_of(self, parameters: Iterable[str]) -> int:
-        """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if none were counted.
+        """Number of steps that these parameters' moments have seen: 0 without moments, 1 for moments without a count.
         Raises CheckpointError if it differs among them: a flat tensor of the optimizer has only one count."""
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:

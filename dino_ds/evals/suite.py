@@ -46,9 +46,9 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
 def note_on_shared(
     evaluations: Collection[str], train: Source | None, test: Source | None, option: str, which: str = "test"
 ) -> tuple[float, list[str]]:
-    """The share of the test images that are training images too, and notes for the user: those of the same file, or, of
-    64 that are looked at, of the same name and content. Looks only if an evaluation needs both; all ranks must call it,
-    and get rank 0's answer. option: names other test images. which: what the test images are called."""
+    """The share of test images that are training images too, and notes on it: images of the same file, or else, among
+    64 test images, of the same name and content. Looks only if an evaluation needs both; all ranks must call it and get
+    rank 0's answer. option: the one for other test images, for a note to advise. which: the kind of test images."""
     share, notes = 0.0, list[str]()
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
@@ -70,14 +70,14 @@ def _same_files(train: Any, test: Any) -> list[int]:
         return []
     keys, test_keys = train.file_keys(), test.file_keys()
     shared: list[int] = np.flatnonzero(np.isin(test_keys, keys)).tolist()
-    # Keys are from when a folder was listed: one pair is compared.
+    # Files may have changed since the folder was listed and keys taken: compare the contents of one pair.
     is_true = shared and _is_same(train, int(np.argmax(keys == test_keys[shared[0]])), test, shared[0])
     return shared if is_true else []
 
 
 def _same_contents(train: Source, test: Source, looked_at: Sequence[int]) -> list[int]:
-    """Indices of the test images that have the same content as a training image of the same name: two of the file name
-    are compared with each, and two of the folder's too."""
+    """Indices of test images with the content of a training image of the same name. Each is compared with at most two
+    training images of its file name, and two of its folder's and file's name."""
     if not all(hasattr(source, "read") for source in (train, test)):
         return []
     names = {index: _name(test, index) for index in looked_at}

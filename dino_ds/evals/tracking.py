@@ -21,7 +21,7 @@ RESULTS = "evaluations.json"
 "seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; `images`: number of images that the teacher had seen; `data`:
 images of the evaluation, if not those of the run."""
 SHARED, MOST_SHARED = "shared", 0.5
-"""Key of the part of the test images that is trained on, if any; from which part on k-NN tells nothing."""
+"""Key of the share of test images that are training images too, and the share from which on k-NN tells nothing."""
 
 
 def name_images(source: str, root: str | None) -> str:
@@ -55,7 +55,7 @@ def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 class Best:
     """The best value of `metric` so far, its `step`, and the value at the start of the run.
     patience: number of evaluations without progress after which the run ends, None for never. Only evaluations that
-    eval.every asks for count, also over restarts. Progress is a better value than at the last progress."""
+    eval.every asks for count, also over restarts. Progress is a value better than in all earlier ones."""
 
     metric: str
     patience: int | None = None
@@ -102,7 +102,7 @@ class Best:
         elif due:
             self.stalled += 1
         gain = self._gain(value, self.value)
-        # As good as the start, with training: the later teacher.
+        # A trained teacher as good as the one at the start takes its place.
         better = math.isfinite(value) and (gain > 0 or (gain == 0 and self.step == self.start_step))
         if better:
             self.value, self.step = value, step
@@ -163,7 +163,8 @@ class Best:
 @dataclass
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
-    chance: of guessing; images: of the test; shared: part of them that is trained on; began_as: the network before."""
+    chance: by guessing; images: of the test; shared: share of these that is trained on; began_as: what `untrained` is
+    the accuracy of, in words."""
 
     chance: float = 0.0
     images: int = 0
@@ -200,8 +201,7 @@ class Knn:
         return self.line()
 
     def warning(self, cut: bool = False) -> str | None:
-        """A warning, with advice, where test images are trained on or the newest features are worse than raw pixels;
-        `cut`: whether --max_steps ended the run before its length."""
+        """Warn of test images that are trained on, or of a k-NN below raw pixels'. cut: --max_steps ended the run."""
         if self.shared >= MOST_SHARED:
             return "test images are training images too: k-NN does not tell whether it has learned (--eval.root)"
         if self.latest is None or self.raw is None or self.latest >= self.raw:

@@ -28,8 +28,8 @@ _uncompiled: list[None] = []
 
 
 class Fused:
-    """A function that runs as at most `kernels` kernels on a GPU. passes: how often at most they read or write each
-    argument, or scratch or results of its size; 1 if not given. Rehearsals count by these numbers."""
+    """A function that runs as at most `kernels` kernels on a GPU. passes: for each argument, how often these read or
+    write at most it and tensors of its size (scratch, results); 1 if not given. Rehearsals count by these numbers."""
 
     def __init__(self, function: Callable[..., Any], kernels: int, passes: dict[str, float]) -> None:
         functools.update_wrapper(self, function)
@@ -38,9 +38,9 @@ class Fused:
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., Any]:
-        """Compiled by torch.compile, with this function's own limit on programs; calls cost next to nothing more. torch
-        2.11 has only a limit for the whole process: there it is changed around each call, by one object per thread, as
-        making this object takes longer than launching the kernels (the backward pass has its threads)."""
+        """The function, compiled with a limit of its own on recompilations. torch 2.11 has only a limit for the whole
+        process: there each call sets and resets it, by a patch made once per thread, as making one takes longer than
+        launching the kernels, and the backward pass runs in threads of its own."""
         if "recompile_limit" in inspect.signature(torch.compile).parameters:
             limit_option: dict[str, Any] = {"recompile_limit": _PROGRAMS}
             return torch.compile(self.function, **limit_option)

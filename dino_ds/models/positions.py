@@ -91,10 +91,10 @@ def stretches(draws: Tensor, rescale: float) -> Tensor:
 
 
 def rotate(projected: Tensor, groups: Groups, tables: Sequence[Tensor], parts: tuple[int, int], heads: int) -> Tensor:
-    """Rotate the patches in the first parts of `projected` (tokens, parts * d); `parts`: numbers of (rotated, all).
-    groups: (sequences, tokens of each) per size; tables: one per size. A sequence ends with its patches; tokens before
-    the patches, and sequences of one token, are not rotated. Pair j is (j, j + c / 2) of a head of width c. Without
-    tables nothing is rotated. `projected` may be overwritten: nothing else may read it."""
+    """Rotate patches in `projected` (tokens, all * d), such as queries, keys and values side by side; parts: (rotated,
+    all), of which the first `rotated` turn. groups: (sequences, tokens of each) per size; tables: one per size, or none
+    to rotate nothing. A sequence ends with its patches; tokens before these, and sequences of one token, do not turn.
+    Pair j is (j, j + c / 2) of a head of width c. `projected` may be overwritten: nothing else may read it."""
     if not tables:
         return projected
     if torch.compiler.is_compiling():
@@ -150,8 +150,8 @@ def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
 
 @fused(kernels=1, pieces=2)
 def write_rotated(out: Tensor, pieces: list[Tensor], table: Tensor, rotated: int, back: bool) -> None:
-    """Write parts (sequences, heads, tokens, c) of one size into `out` (sequences, tokens, parts, heads, 2, c / 2), the
-    patches of the first `rotated` parts rotated as by `rotate`, or `back`."""
+    """Stack `pieces`, each (sequences, heads, tokens, c), in `out` (sequences, tokens, pieces, heads, 2, c / 2). The
+    patches of the first `rotated` pieces are turned by `table` as `rotate` does; with `back` by the opposite angles."""
     tokens, patches = pieces[0].shape[2], table.shape[1]
     whole = [piece.transpose(1, 2).unflatten(-1, (2, -1)) for piece in pieces]
     if tokens > patches:

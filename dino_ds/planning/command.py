@@ -22,7 +22,7 @@ from dino_ds.options.commands import PlanOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning import fit
 
-_IMAGES = 1_000_000  # whose hours are estimated if the length is in epochs: the data set is not seen
+_IMAGES = 1_000_000  # number for which hours are estimated if the length is in epochs, as the dataset is not read
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> Result:

@@ -146,7 +146,7 @@ def describe_network(run: RunFiles) -> str:
 
 
 def training_seconds(metrics: html.Metrics) -> float | None:
-    """Seconds in the run's own steps, without evaluations and pauses: the sum over lines of images by rate."""
+    """Seconds in the run's own steps, without evaluations and pauses: the sum of images / rate over metrics' lines."""
     images, rate = metrics.images, metrics["images_per_second"]
     if not len(images) or len(images) != len(rate):
         return None
@@ -219,13 +219,13 @@ def _images(run: RunFiles) -> str:
 
 
 def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
-    """Title, value and explanation of six figures: six fill rows of six, three and two."""
+    """Title, value and explanation of six figures, which fill the page's rows of six, three or two cards."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     since = f" since step {number(facts['first_step'])}" if facts["first_step"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait, entropy = facts["data_wait_fraction"], facts["teacher_entropy"]
     parts = "" if entropy is None else f"entropy {nats(entropy)} + KL {nats(facts['kl'])}"
-    # A resident set holds what evaluations took too.
+    # On a CPU the peak is of the whole process, evaluations too, which the prediction leaves out.
     without = ", without evaluations" if on_cpu else ""
     return [
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{since}{epochs}"),
@@ -238,7 +238,7 @@ def _cards(facts: dict[str, Any], on_cpu: bool) -> list[tuple[str, str, str]]:
 
 
 def _charts(metrics: html.Metrics) -> dict[str, Any]:
-    """The charts in the order of the page; small ones of curves that change."""
+    """The charts in the order of the page; a small chart is left out if its curve is constant."""
     charts = {
         "learning": html.learning_charts(metrics),
         "speed": [series.chart(metrics, small=False) for series in html.SPEED],

@@ -95,8 +95,8 @@ class RunState:
 class LoopOptions:
     """Plain values that the loop needs from a recipe and its images, so that it depends on neither.
     epoch_steps: optimizer steps of one pass over the `images`. save_every: in steps, or None to let `SaveClock` decide.
-    teacher_groups: names of the crop groups whose outputs are the targets. part_ends: by source, images up to its last.
-    most_drift: the distance to the start's features above which the run ends, or None."""
+    teacher_groups: names of the crop groups whose outputs are the targets. part_ends: source of a mixture -> index
+    after its last image. most_drift: the distance to the start's features above which the run ends, or None."""
 
     images: int
     global_batch: int

@@ -24,7 +24,7 @@ from dino_ds.weights.load import Backbone
 from dino_ds.weights.read import is_timm_name
 from dino_ds.weights.sidecar import write_with_sidecar
 
-_SMALL = 96  # native size in pixels up to which images are taken to be of that size, which evaluations leave uncut
+_SMALL = 96  # models of at most this size in pixels: their images are taken to have it already, and are not cropped
 
 
 def export_safetensors(model: Backbone, out: Path) -> str:
@@ -114,7 +114,7 @@ def timm_model(model: Backbone, arch: ViTSpec | None = None) -> tuple[str, dict[
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None and not arch.swiglu else like
     name = said if is_timm_name(said := model.about.get("timm_name")) else usual
-    ours = VITS.get(name, VITS["vit_small_patch16_224"])  # others that are read have plain blocks
+    ours = VITS.get(name, VITS["vit_small_patch16_224"])  # timm's other ViTs that dino_ds reads have plain blocks
     if (ours.swiglu, ours.rope is None) != (arch.swiglu, arch.rope is None):
         name = usual
     known = arch.timm_model(name, model.image_size)
@@ -131,7 +131,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
         problem = "with these norms or rotary positions" if model.is_vit else "is a class of your own"
         why = f"{spec.title} {problem}, which neither timm nor transformers can build: take --format safetensors"
         raise ConfigError(why)
-    # transformers hands them to timm.create_model, which drops None; from a folder timm would not.
+    # timm.create_model drops arguments that are None, but not those that it reads from a folder's config.json.
     name, arguments = known[0], {key: value for key, value in known[1].items() if value is not None}
     return {
         "architecture": name,

@@ -33,7 +33,7 @@ class FrozenSource:
         heads: tensors by the heads' names in a `Network`.
         range: of the values of its images deeper than 8 bits.
         centers: running means of its logits, if it was trained with them.
-        free_prototypes: names of the heads whose prototypes are free.
+        free_prototypes: names of the heads whose prototypes are plain weights, not normalized.
     """
 
     path: str

@@ -83,7 +83,7 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
 
 
 def _unsaved(network: nn.Module) -> dict[str, tuple[int, int]]:
-    """The identity and version, which every write changes, of each buffer that a network's state lacks, by name."""
+    """Name -> identity and version of each buffer that state_dict() leaves out; every write changes its version."""
     held = network.state_dict().keys()
     return {name: (id(b), b._version) for name, b in network.named_buffers() if name not in held}
 
@@ -261,7 +261,7 @@ def _checked(network: Any, features: Any) -> Any:
 
 
 def _patches(network: Any, maps: Any, images: Any) -> Any:
-    """timm's features before the pooling as (b, rows, columns, d), or None if they are none of its three kinds."""
+    """timm's features before pooling as (b, rows, columns, d); None if they are neither NHWC, NCHW nor tokens."""
     if getattr(maps, "ndim", 0) == 4:
         return maps if getattr(network, "output_fmt", "") == "NHWC" else maps.permute(0, 2, 3, 1)
     if getattr(maps, "ndim", 0) != 3:
