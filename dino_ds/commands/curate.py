@@ -54,7 +54,7 @@ def run(options: CurateOptions) -> Result:
 def check(options: CurateOptions) -> None:
     """Refuse options that are wrong whatever the features are. Raises ConfigError."""
     if options.duplicates is None and options.clusters is None:
-        raise ConfigError("say what for: --duplicates auto, --clusters 1000, or both")
+        raise ConfigError("nothing to look for is given: --duplicates auto, --clusters 1000, or both")
     if options.draw is not None and options.clusters is None:
         raise ConfigError(f"--draw {options.draw} is balanced over clusters: give --clusters 1000 too")
     if options.clusters and list(options.clusters) != sorted(options.clusters, reverse=True):
@@ -119,7 +119,8 @@ def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, fol
     curated.notes.append(f"{curated.folder}: {said}")
     if sheet and len(sheet[0]) > max(10, 0.05 * len(vectors)):
         alike = f"{len(sheet[0])} of {len(vectors)} images are one group; look at duplicates.png"
-        curated.notes.append(f"warning: {alike}, and raise --duplicates, or use --duplicates auto")
+        cure = "use auto, or raise --duplicates" if isinstance(duplicates, float) else "try --duplicates 0.98"
+        curated.notes.append(f"warning: {alike}, and {cure}")
 
 
 def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folder: Path) -> Curated:
@@ -130,7 +131,7 @@ def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folde
 
     kept, sizes = np.flatnonzero(curated.listed), options.clusters or ()
     if (most := max(sizes[0], options.draw or 0)) > len(kept):
-        raise ConfigError(f"{most} are more than the {len(kept)} images that there are: give a smaller number")
+        raise ConfigError(f"{most} are more than the {len(kept)} images left: lower --clusters or --draw")
     levels, distances = cluster_levels(replace(embedded.vectors, chosen=kept), sizes, options.seed)
     clusters = np.full((len(embedded.rows), len(levels)), -1)
     clusters[kept] = np.stack(levels, axis=1)

@@ -193,7 +193,7 @@ class GramTeacherSpec(TeacherSpec):
     def notes(self, recipe: RecipeSections) -> list[str]:
         if recipe.gram.teacher != SNAPSHOT or recipe.gram.start.value:
             return []
-        return ["gram.teacher snapshot at gram.start 0 is of a network that has learned nothing yet: give gram.start"]
+        return ["gram.teacher snapshot at gram.start 0 is of the weights that the run begins with: give gram.start"]
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
