@@ -208,7 +208,7 @@ def test_the_wheel_has_what_the_program_reads(away: Path):
             assert (away / "lib" / path.relative_to(REPOSITORY)).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_wheel_trains(away: Path, tmp_path: Path):
     off = ("--eval.every", "0 steps", "--eval.pictures_every", "0 steps")
     words = [away / "lib/bin/dino-ds", "train", "--config", "quickstart", "--max_steps", "1", *off]

@@ -121,7 +121,9 @@ def peak_bytes(recipe, config) -> int:
 PEAKS = [
     ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, {}),
     ({}, 32768, IBOT | {"ibot_head.prototypes": "16384", "objective.centering": "sinkhorn"}),
-    ({"zero_optimization": {"stage": 1}, **BF16}, 16384, IBOT | {"optimizer.clip_by": "part"}),
+    pytest.param(
+        {"zero_optimization": {"stage": 1}, **BF16}, 16384, IBOT | {"optimizer.clip_by": "part"}, marks=pytest.mark.full
+    ),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, GRAM | ROTARY | {"gram.crop_size": "128"}),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, OWN),
     ({}, 64, {"optimizer.kind": "muon", "model.width": "256", "head.hidden": "512"}),

@@ -115,7 +115,7 @@ def test_a_rank_that_does_not_come_is_named(start):
     assert job.wait().codes == [75, -9]
 
 
-@pytest.mark.parametrize("refuses", [0, 1])
+@pytest.mark.parametrize("refuses", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_nobody_waits_for_a_host_that_refuses_to_start(refuses, start, mount, hosts, tmp_path):
     """Before ranks join, where launchers such as `deepspeed --no_ssh` don't know of each other."""
     (tmp_path / "broken").write_text("{")
