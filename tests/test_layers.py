@@ -1,5 +1,4 @@
-"""Imports point downwards only, those inside functions too, and packages of one layer don't know each other
-(docs/flow.md)."""
+"""Imports point downwards only, those inside functions too; packages of one layer don't know each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`dino-ds embed`: every form holds what `dino_ds.load` computes, on one rank and two, after an interruption, and bad
-input."""
+"""`dino-ds embed`: every form holds what `dino_ds.load` computes, on one rank and two, interrupted too; bad input."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ def reference_view(image: Image.Image, view: CropParameters, size: int) -> torch
 
 
 ROUNDING = 2e-6
-"""Of equal 8-bit levels, normalized in FP32 in two orders: roundings of 6e-8, divided by deviations of 0.22. A level is
-0.017."""
+"""Of equal 8-bit levels, normalized in FP32 in two orders: roundings of 6e-8 by deviations of 0.22 (a level: 0.017)."""
 
 
 @pytest.mark.parametrize("augment", sorted(AUGMENTATIONS))

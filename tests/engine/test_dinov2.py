@@ -1,5 +1,4 @@
-"""DINO, iBOT, KoLeo, Gram anchoring and frozen teachers with ViTs: stages, precisions, ranks, micro-batches change
-nothing."""
+"""DINO, iBOT, KoLeo, Gram anchoring and frozen teachers with ViTs: stages, precisions and ranks change nothing."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def gram_recipe(**changes: str) -> Recipe:
 
 
 class Trained(NamedTuple):
-    """Losses, DINO's and Gram's, by window; teacher and Gram teacher at the end; the teacher's backbone before each
-    window."""
+    """Losses, DINO's and Gram's, by window; teachers at the end; the teacher's backbone before each window."""
 
     losses: list[dict[str, float]]
     teacher: dict[str, Tensor]

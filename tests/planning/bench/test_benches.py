@@ -199,9 +199,8 @@ EXACT = [rung for rung in step.all_steps() if rung.exact]
 DINOV2 = {
     "crops__mask": "dinov2", "head__free_prototypes": "true", "objective__dino_local_weight": "0.5",
     "ibot_head__learned_lengths": "true", "ibot_head__prototypes": "96", "ibot_head__hidden": "48",
-    "ibot_head__bottleneck": "24", "objective__ibot_weight": "1",
-    "objective__koleo_weight": "0.1", "model__layer_scale": "0.1", "optimizer__layer_decay": "0.9",
-    "optimizer__clip_by": "part",
+    "ibot_head__bottleneck": "24", "objective__ibot_weight": "1", "objective__koleo_weight": "0.1",
+    "model__layer_scale": "0.1", "optimizer__layer_decay": "0.9", "optimizer__clip_by": "part",
 }  # fmt: skip
 
 
