@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from dino_ds.errors import CheckpointError, ConfigError
 
-FORMAT = 1  # the number under the key "format": a change of a file's content that this code could not read raises it
+FORMAT = 1  # the number under the key "format": it rises when files change so that this code could not read them
 MAX_BYTES = 1 << 18
 MAX_JSON_BYTES = 64 << 20
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20  # of a file that a run appends to for years, and of one line of it
@@ -205,7 +205,7 @@ def check_absent(path: Path, how: str = "name another with --out") -> None:
 
 
 def free_stem(named: str | None, default: Path, endings: Sequence[str]) -> str:
-    """`named`, or `default`, with a number where it is taken. Raises ConfigError where files of `named` exist."""
+    """`named`, else `default` with a number if its files exist. Raises ConfigError if files of `named` exist."""
     stem, number = os.path.expanduser(named or default), 1
     while named is None and any(os.path.lexists(f"{stem}{ending}") for ending in endings):
         number += 1
@@ -245,7 +245,7 @@ def hash_code() -> str:
 
 
 def check_format(number: object, file: object, remedy: str) -> None:
-    """Raises CheckpointError, with what to do, unless `number`, which `file` states as its "format", is FORMAT."""
+    """Raises CheckpointError, which says `remedy`, unless `number`, the "format" that `file` states, is FORMAT."""
     if str(number) != str(FORMAT):
         says = "has no format number" if number is None else f"is of format {str(number)[:20]}"
         raise CheckpointError(f"{file} {says}, and this dino_ds reads format {FORMAT} alone: {remedy}")

@@ -18,7 +18,7 @@ import psutil
 
 from dino_ds.errors import ConfigError
 
-_CONTAINERS = (  # of version 2 and 1: folder, files of limit and of memory in use, prefix of names in memory.stat
+_CONTAINERS = (  # cgroup v2, v1: folder, files of limit and of memory in use, prefix of names in memory.stat
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
@@ -42,12 +42,12 @@ def host_memory_gib() -> tuple[float, float]:
 
 
 def has_accelerator_files() -> bool:
-    """Whether /dev has a file of a GPU or another accelerator: without one there is none, which torch need not say."""
+    """Whether /dev has a file of a GPU or another accelerator: without such a file, torch need not be asked."""
     return any(next(Path("/dev").glob(name), None) for name in ("nvidia*", "kfd", "dri", "dxg", "accel*", "davinci*"))
 
 
 def resident_gib() -> float:
-    """Resident memory of this process and all its descendants in GiB; of shared pages only what this process has."""
+    """Resident memory of this process and all its descendants in GiB; of descendants without shared pages."""
     process, *children = own_processes()
     resident = process.memory_info().rss
     for child in children:
@@ -94,11 +94,11 @@ def shorten_socket_names() -> None:
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_RESOLVE_SECONDS = 20.0  # a cluster makes its first machine's name known while that starts
+_RESOLVE_SECONDS = 20.0  # a cluster makes its first machine's name known while that machine starts
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if variables of a rank are missing or wrong, or name an unknown machine; none without RANK."""
+    """Raise ConfigError if a rank's variables are missing, wrong, or name unknown machines. One process needs none."""
     variables = {name: environment[name] for name in _NEEDED if environment.get(name)}
     if "RANK" not in variables:
         if variables.get("WORLD_SIZE", "1") != "1":
@@ -125,7 +125,7 @@ def check_ranks(environment: Mapping[str, str]) -> None:
 
 
 def speaks_for_its_machine(environment: Mapping[str, str]) -> bool:
-    """Whether this is the first rank of its machine, and there are ranks on others."""
+    """Whether this is the first rank of its machine, and other machines have ranks too."""
     here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or "1"
     sizes = environment.get("WORLD_SIZE", "1"), here
     several = all(map(str.isdecimal, sizes)) and int(sizes[0]) > int(sizes[1])

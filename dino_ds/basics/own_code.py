@@ -1,5 +1,5 @@
 """Imports the user's classes and functions that a recipe names, and reports if their code changes torch's dtype. Only
-what the user has typed is imported: a file that is read may name any module of the current folder."""
+what the user has typed is imported, since a file that is read could name any module of the current folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _allowed = set[str]()
 
 
 def allow_code(texts: Iterable[object]) -> None:
-    """Allow this process to import each MODULE:NAME in `texts`, which the user has typed or an own process sends."""
+    """Allow this process to import each MODULE:NAME in `texts`, typed by the user or sent by a process of dino_ds."""
     _allowed.update(code_in(texts))
 
 
@@ -45,10 +45,10 @@ def check_allowed(key: str, path: str) -> None:
 
 def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
     """Import the object that `path` names as MODULE:NAME, from Python's path or the current folder. key: the recipe's
-    key with this path; kind: words for what `is_kind` accepts: no others are called. Raises ConfigError."""
+    key with this path; kind: words for what `is_kind` accepts. Raises ConfigError, also for other objects."""
     check_allowed(key, path)
     module_name, _, name = path.partition(":")
-    # The main program may define the object; a source only in a script, which loader processes import.
+    # The main program may define the object; a data source only if it is a script, which loader processes can import.
     is_script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
     if module_name == "__main__" and key == "data.source" and not is_script:
         why = "loader processes can't import what is defined in a notebook or a main program"

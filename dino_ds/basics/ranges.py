@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
 """Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp; student:
-also the heads' cross-entropies; loss: the other terms, and the sum; center: its commit over all ranks."""
+also the heads' cross-entropies; loss: the other terms, and the sum; center: its update over all ranks."""
 AUGMENTATION = "augmentation"  # within "data" on a CPU; on a GPU in a stream of its own, parallel to the step
 READ, DECODE, CROP, COPY = "read", "decode", "crop", "copy"  # ranges of loading, before the augmentation
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ def named_range(name: str) -> AbstractContextManager[Any]:
 
 
 def loading_range(name: str) -> AbstractContextManager[Any]:
-    """Mark the code inside for listeners alone: loader processes share the observers' memory with their run."""
+    """Mark the code inside for listeners alone: an observer in a loader process would write into the run's memory."""
     return entered(_listeners, name) if _listeners else _NOTHING
 
 

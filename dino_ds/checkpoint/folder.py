@@ -2,7 +2,7 @@
 checkpoint is written under another name, and valid once its folder is renamed. It is used only if every byte is as its
 manifest says. It has no random-number state: data, augmentation and stochastic depth follow from (seed, epoch, index).
 It is saved in the background: a copy in host memory, a thread that writes it, a commit at the end. A rank reports that
-it has written by the flags of each step; all decide on the commit after the same step, with two host gathers."""
+it has written in the flags of a step; after that step, all ranks decide on the commit, with two host gathers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Checkpoints:
 
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
         """Choose the checkpoint of step `wanted` or the newest intact one, of the run `run_id`; all ranks must call it.
-        Raises CheckpointError on all if none is intact, or `accept` does for one that can't be resumed."""
+        Raises CheckpointError on all ranks if none of those there is intact, or `accept` refuses one by raising it."""
         steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
             raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
@@ -72,7 +72,7 @@ class Checkpoints:
     def _inspect(
         self, step: int, run_id: str | None, accept: Callable[[Manifest], None]
     ) -> tuple[Manifest | None, str]:
-        """The manifest of an intact checkpoint, else a description of the damage; ranks share the files, and agree."""
+        """The manifest of an intact checkpoint, or its damage in words; each rank reads some files, and all agree."""
         folder, manifest, problem = self.folder / step_name(step), None, ""
         try:
             # Unlike Path.resolve, realpath raises nothing for a link to itself.
@@ -200,14 +200,14 @@ def _list(steps: list[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "none"
 
 
-_NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
+_NUMBERS = 255  # a save's flag is its number, 1 to 255: its sum over 65,000 ranks is exact in FP32
 _WAIT_SECONDS = 1.0
 # On top of the tensors: manifest, folders, and what a file system keeps for itself.
 _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 
 class SaveCost(NamedTuple):
-    """Of the last checkpoint, on all ranks alike: time that training stood still, time until the commit, size."""
+    """Cost of the last checkpoint, equal on all ranks: time that training stood still, time until the commit, size."""
 
     stall_seconds: float
     seconds: float

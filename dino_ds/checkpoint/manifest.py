@@ -1,7 +1,7 @@
 """Writes and reads a checkpoint's files so that damage is noticed: with checksums in a manifest, synced, read back.
 step_00000500/ has manifest.json, rank_00000.safetensors (each rank's part of student and optimizer) and
 whole_00000.safetensors (teacher and center, each tensor in one rank's file). Bytes go from the tensors' own memory to
-the file, where safetensors' `save_file` would copy all first, and hold Python's lock while it writes."""
+the file; safetensors' `save_file` would first copy all of them, and hold Python's lock while it writes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def rank_file(rank: int) -> str:
 
 
 def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
-    """The files of this rank: its own `tensors`, and its share of `whole`, which all hold: large tensors first."""
+    """The files of this rank: its own `tensors`, and its share of `whole`, which all ranks hold, divided evenly."""
     rank, loads = distributed.rank(), [0] * distributed.world_size()
     share = {}
     for name in sorted(whole, key=lambda name: (-whole[name].numel(), name)):
@@ -245,7 +245,7 @@ def check_present(folder: Path, manifest: Manifest) -> None:
 
 
 class SavedCheckpoint:
-    """A verified checkpoint: a `dino_ds.engine.state.SavedState`, the tensors of whole_*, and the manifest."""
+    """A verified checkpoint, read as a `dino_ds.engine.state.SavedState`; also its whole_* tensors and manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -275,7 +275,7 @@ class SavedCheckpoint:
         return tensors
 
     def of_rank(self, rank: int, prefix: str) -> dict[str, Tensor]:
-        """Tensors of a rank's file whose names begin with `prefix`, without it; of more ranks than saved, in turn."""
+        """A rank's tensors named `prefix`..., without the prefix; ranks beyond those saved reuse files in turn."""
         file = self._file(rank_file(rank % self.manifest.world_size))
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
         return {name.removeprefix(prefix): file.get_tensor(name) for name in names}

@@ -1,5 +1,5 @@
 """`dino-ds`: checks every flag and file first, then fire dispatches to the command's function, whose module is imported
-then: help and checks import neither torch nor deepspeed. Also restores what a run changes in a Python program."""
+only then: help and checks import neither torch nor deepspeed. Also restores what a run changes in a Python program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from dino_ds.options.flags import drop_local_rank, parse_flags, read
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Make this process train alone; restore its environment and sys.path afterwards. Raises ConfigError in a rank."""
+    """Restore this process's environment and sys.path afterwards. Raises ConfigError if it is one of several ranks."""
     before, path = dict(os.environ), sys.path[:]
     try:
         adopt_ranks(os.environ)
@@ -58,7 +58,7 @@ def restored_process() -> Iterator[None]:
 
 @contextmanager
 def restored_torch() -> Iterator[None]:
-    """Also restore torch's settings and all random generators, and leave a process group that was joined meanwhile.
+    """As `restored_process`; also restore torch's settings and random generators, and leave any new process group.
     Inside, gradients, autocast and the default dtype are as in the process of a command."""
     import torch
     import torch.distributed as dist
@@ -182,7 +182,7 @@ def prepare(command: Command, request: Request) -> tuple[Any, dict[str, Any]]:
     if command is TRAIN:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
-        starters()  # now, before they may end
+        starters()  # found now, before these processes may end
     options, files = read(command, request)
     model = getattr(options, "model", None)
     # timm's names have no slash.

@@ -160,8 +160,8 @@ def find_features(features: str) -> tuple[Path, Path]:
 
 
 def check_queries(features: str, images: Sequence[str]) -> None:
-    """Raises ConfigError for an image that is neither a file nor, by its number or name, a row of the features, as far
-    as a .csv beside them says; DataError where files of `features` are missing."""
+    """Raises ConfigError for an image that is not a file, a number, or a name in the .csv beside the features, if
+    there is one; DataError where files of `features` are missing."""
     path, _ = find_features(features)
     names = {image for image in images if not image.isdecimal() and not os.path.isfile(os.path.expanduser(image))}
     if not names or path.suffix != ".npy":

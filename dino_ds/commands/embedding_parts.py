@@ -31,7 +31,7 @@ Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
 """Most images of a part, and most bytes of a part: an interruption costs each rank one part."""
 _FEW, _PARTS = 64, 64
-"""Fewest images of a part, and the number of parts into which few images are divided, for all ranks to get some."""
+"""Fewest images of a part, and the number of parts into which few images are divided, so that all ranks get some."""
 DIGEST = "rows_sha256"  # the key of an embedding's .json with the digest of its rows
 _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 """Facts of an embedding whose differences are described separately."""
@@ -128,8 +128,8 @@ class Parts:
 
 def put_together(path: Path, parts: Parts, source: Source, origin: dict[str, str | None]) -> None:
     """Write an .npy with a .csv beside it, or a .parquet, and a .json with all settings that the rows depend on; remove
-    the parts. Raises StorageError. `path` comes last, and then the parts go: a command that was killed can be repeated.
-    """
+    the parts. Raises StorageError. `path` is written last, before the parts are removed, so that a killed command
+    can be repeated."""
     about = {**read_object(parts.about), "origin": origin, "classes": list(source.classes or ())}
     about[DIGEST] = digest_of_rows(features for _, features in parts)
     discarded = path.with_name(f".{parts.folder.name}"[:255])

@@ -36,12 +36,12 @@ _CONCERNS = {
 
 def run(options: EvalOptions) -> Result:
     """Run every evaluation of `evals`, on all ranks; each result is written as soon as it is computed. If one fails,
-    the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError."""
+    the Result has the results before it, and the error. Raises ConfigError, DataError, CheckpointError."""
     settings = _settings(options)
     process.init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options)
-    for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
+    for name in set(options.evals) & set(BENCHMARKS):  # first, for an error that says what they need instead of --root
         preflight_eval(name, settings, lambda: (None, None))
     for name, concerned in _CONCERNS.items():
         if getattr(options, name) is not None and not set(concerned) & set(options.evals):
@@ -95,7 +95,7 @@ def _settings(options: EvalOptions) -> Settings:
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
-    """Training and test images: the options', else the run's. A folder alone has none but held-out test images."""
+    """Training and test images: the options', else the run's. A folder alone has no test images but held-out ones."""
     source, root, test_root = options.source, options.root, options.test_root
     if recipe := recipe_of(options.model, source, root):
         data, share = recipe.data, recipe.eval.val_share

@@ -33,7 +33,7 @@ from dino_ds.options import commands, definition
 from dino_ds.report.draw import INK
 
 _NAMED, _ALIKE = 20, 3
-"""Most classes, and reasons why files are unreadable, that are named, and files of a reason; --json names all."""
+"""Most classes that are named, also most reasons why files are unreadable; most files of a reason. --json has all."""
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
 _LINE = 1.1  # height of a local crop, inches; an image and a global crop are two lines high
 _MARGIN = 0.6  # inches above the first image and below the last
@@ -47,7 +47,7 @@ def run(options: commands.LookDataOptions, *, recipe: Recipe) -> definition.Resu
     png = _check(options.out)
     source = sources.training_images(recipe.data, recipe.eval.val_share)
     known = recipe.data.known_range
-    # The recipe stands for an earlier one whose mean is known: here the mean is measured below, on more images.
+    # Given as its own earlier recipe, so that the mean is not measured here, but below, on more images.
     recipe, range_lines = normalization.with_image_settings(recipe, source, lambda: recipe)
     if recipe.data.known_range == known:
         range_lines = [f"data.value_range {show_value(recipe.data.value_range)}", *range_lines]

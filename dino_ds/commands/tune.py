@@ -37,7 +37,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_gib": ("measured", gib),
     "loader": ("loader alone, images/s", lambda value: number(value, 3)),
     "wait": ("wait in the step", lambda value: percent(100 * value)),
-}  # titles and formats of the figures of `Measurement.facts` that tables show, as far as one of their rows has them
+}  # titles and formats of the figures of `Measurement.facts` that tables show; empty columns are left out
 _PARTS = {"data": "wait for images", COPY: "copy"} | {part: part for part in (AUGMENTATION, *PARTS[1:])}
 """Titles of the parts of a step."""
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]], str]  # a title, a header, rows, and a note or ""
@@ -125,14 +125,14 @@ def _command(search: Search, request: Request, ranks: int, folder: str | None) -
 
 
 def _tables(search: Search) -> list[Table]:
-    """The parts of the page that have rows."""
+    """The tables of the page that have rows."""
     ran = [item for item in search.levers.items() if item[1].rounds]
     levers = dict(sorted(ran, key=lambda item: -item[1].images_per_second))
     front = ", ".join(name for name, lever in levers.items() if not any(map(lever.is_worse, levers.values())))
     but = "".join(f", but for {name}: {lever.setting.learned}" for name, lever in ran if lever.setting.learned)
     sizes = dict(sorted(search.sizes.items(), key=lambda item: item[1].setting.config.micro_batch))
     loaders = {name: loader for name, loader in search.loaders.items() if loader.rounds}
-    stages = next((loader.stages for loader in loaders.values()), {})  # without loader processes, all are measured
+    stages = next((loader.stages for loader in loaders.values()), {})  # with no loader process, all stages are measured
     skipped = dict[str, list[str]]()
     for name, reason in search.skipped.items():
         skipped.setdefault(one_line(reason), []).append(name)

@@ -63,8 +63,8 @@ def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, 
 def check_ds_config(
     config: dict[str, Any], path: str, global_batch: int, world_size: int, fp16_supported: bool = True
 ) -> tuple[int, int]:
-    """Micro-batch and accumulation by `config` of `load_ds_config`, whose product with the ranks is `global_batch`.
-    Raises ConfigError if there are none, or for what this device or these batches don't go with."""
+    """Micro-batch and accumulation of `config`, from `load_ds_config`; times the ranks they make `global_batch`.
+    Raises ConfigError if none do, or if `config` asks for what this device or these batches don't allow."""
     if config.get("fp16", {}).get("enabled") and not fp16_supported:
         cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")

@@ -95,7 +95,7 @@ def offloads_weights(zero: dict[str, Any]) -> bool:
     return bool(zero.get("offload_param", {}).get("device", "none") != "none")
 
 
-ORTHOGONALIZED_ELEMENTS = 2**25  # of matrices, by Muon at a time: its scratch memory stays at about 0.5 GiB
+ORTHOGONALIZED_ELEMENTS = 2**25  # of the matrices that Muon takes at a time: its scratch memory stays at about 0.5 GiB
 COMMUNICATES_IN_STEP = {  # kind of optimizer -> what its ranks do in a step, and the kind to take instead
     "lars": ("the norm of a layer is summed over ranks", "sgd"),
     "muon": ("ranks exchange slices of matrices", "adamw"),
@@ -257,7 +257,7 @@ def problems_of(config: dict[str, Any]) -> list[Problem]:
 
 
 def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
-    """Remove null, and features that are refused, offloaded or DeepSpeed's alone and are off or as by default."""
+    """Remove null, and refused features, offloading and DeepSpeed's own keys where these are off or default."""
     offload = [name for name in SECTIONS if "offload_" in name]
     optional = {*words_elsewhere("refused_ds_keys"), *PASSED, *offload, "dataloader_drop_last"}
     for key, value in [*content.items()]:

@@ -27,7 +27,7 @@ _STATISTICS = {
     "rankme": ("Directions that features use (RankMe)", ""),
     "uniformity": ("Uniformity of features, lower is more even", ""),
 }
-EVALUATIONS = {  # by name; a new one is an entry here, and its function one in `dino_ds.evals.suite`
+EVALUATIONS = {  # by name; a new one needs an entry here, and its function an entry in `dino_ds.evals.suite`
     "knn": EvaluationEntry("knn"),
     "linear": EvaluationEntry("linear", {"linear": ("Linear classifier", "%")}),
     "ridge": EvaluationEntry("ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}),

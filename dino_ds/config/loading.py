@@ -156,15 +156,15 @@ class RecipeSettings:
         values: raw values by dotted name.
         origins: dotted name of each value -> the file or the command line that it comes from.
         problems: a line for each unknown name.
-        invalid: the sections of these names, whose other keys can't be judged.
+        invalid: the sections of the unknown names, whose other keys can't be judged.
         notes: a line for each value that was left out.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)  # raw, by dotted name
-    origins: dict[str, str] = field(default_factory=dict)  # dotted name -> the file or the command line that sets it
-    problems: list[str] = field(default_factory=list)  # a line for each unknown name
-    invalid: set[str] = field(default_factory=set)  # the sections of these names, whose other keys can't be judged
-    notes: list[str] = field(default_factory=list)  # a line for each value that was left out
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    invalid: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     @staticmethod
     def collect(config: str | None, overrides: Mapping[str, Any]) -> RecipeSettings:
@@ -236,7 +236,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
     """Load the recipe `config` with `overrides` (dotted key -> text, or a Python value). config: a shipped name, a YAML
     path, several of these with commas between them, of which later ones replace keys of earlier ones, or None for the
     defaults. `notes` gets a line for each value that is left out, and for each key without effect that the user has
-    set. The code that it names may be imported from then on. Raises ConfigError with one line per problem."""
+    set. The code that the recipe names may be imported from then on. Raises ConfigError with one line per problem."""
     return RecipeSettings.collect(config, overrides).load(notes)
 
 
@@ -251,7 +251,7 @@ def recorded_recipe(path: Path) -> Recipe:
 
 
 def code_of(recipe: Recipe) -> list[str]:
-    """Each MODULE:NAME that a recipe names: --config with its file allows their import."""
+    """Each MODULE:NAME that a recipe names; the user allows their import by giving its file to --config."""
     return code_in([recipe.data.source, recipe.model.backbone, recipe.objective.terms, recipe.teacher.others])
 
 
