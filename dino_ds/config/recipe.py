@@ -1,5 +1,5 @@
-"""The recipe's schema: what is learned; its sections are in `dino_ds.config.sections`. Validation, `--help` and the
-site's table of options all come from this schema; `dino_ds.config.loading` loads recipes. No torch here."""
+"""Schema of the recipe, which says what is learned; its sections are in `dino_ds.config.sections`. Validation, `--help`
+and the site's table of options all come from this schema; `dino_ds.config.loading` loads recipes. No torch here."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class Recipe(Section):
 
     @property
     def batch_norm(self) -> str:
-        """teacher.batch_norm, decided where it is "auto": the statistics of weights that a run starts from stay."""
+        """teacher.batch_norm, with "auto" resolved: "frozen" keeps the statistics of weights that a run starts from."""
         starts_from_weights = self.model.init_from is not None or self.stage_start == "restart"
         auto = "frozen" if starts_from_weights else "reference" if self.teacher.taught_by == EMA else "ema"
         return auto if self.teacher.batch_norm == "auto" else self.teacher.batch_norm
 
     @property
     def outlasting_start(self) -> dict[str, str]:
-        """The settings that follow from how a run began, and that hold when it goes on without naming its start."""
+        """Settings that follow from how a run began, which a stage from it keeps although it drops that beginning."""
         frozen = self.batch_norm == "frozen" and self.model.spec().has_batch_norm
         return {"teacher.batch_norm": "frozen"} if frozen else {}
 
@@ -100,7 +100,7 @@ class Recipe(Section):
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """The crop groups of an image; of several resolutions the largest, for which memory must suffice."""
+        """The crop groups of an image at the largest resolution, for which memory must suffice."""
         return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
@@ -108,12 +108,12 @@ class Recipe(Section):
         return groups_of(self, resolution)
 
     def batch_bytes(self, images: int) -> int:
-        """Bytes of the crops of `images` images from loader processes: uint8, or FP32 if augmented there or deep."""
+        """Bytes of the crops of `images` images from the loader: uint8, or FP32 if augmented there or `is_deep`."""
         pixels = sum(size**2 for size in crop_sizes(self.groups)) * self.model.in_chans
         return images * pixels * (4 if self.data.augment == "worker" or self.data.is_deep else 1)
 
     def check_learning_rates(self) -> None:
-        """Raises ConfigError if min_lr exceeds the peak learning rate. For training: tools may use part of a batch."""
+        """Raises ConfigError if min_lr exceeds the peak learning rate. For training: tools may lower the batch size."""
         low, peak = self.optimizer.min_lr, self.peak_lr
         if self.optimizer.schedule != "constant" and low > peak * (1 + 1e-9):
             why = "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"

@@ -21,7 +21,7 @@ from dino_ds.config.fields import Drift, Length, Ramp, Section
 Options = TypeVar("Options")
 COMMAND_LINE = "command line"  # origin of a value that comes from no file
 NONE_WORDS = ("none", "null")
-MOST_PROBLEMS = 100  # of one file: finding the nearest names for more takes too long, and nobody reads them
+MOST_PROBLEMS = 100  # shown for one file: finding the nearest names for more takes too long, and nobody reads on
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list of text"}
 _WORDS |= {types.NoneType: "none", Length: "length", Ramp: "weight", Drift: "drift"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -157,7 +157,7 @@ def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKey]:
-    """The keys of a recipe that are not at their defaults and have no effect beside others, by its sections' table."""
+    """Keys of a recipe that are not at their defaults and have no effect beside others, by its sections' `table`."""
     values, options = dict(named_values(recipe)), options_of(type(recipe))
     idle: dict[str, IdleKey] = {}
     for _, section in recipe:

@@ -1,5 +1,5 @@
 """The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py); the shares of a
-mixture; and checks of crops for settings that can't be or have no effect. No torch here."""
+mixture; and checks for settings of crops that are impossible or have no effect. No torch here."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class CropsSection(Section):
 
     @property
     def augmentation(self) -> Augmentation:
-        """That of the preset `augment`, with the values that this section sets. Raises ValueError."""
+        """The preset `augment`, changed by the values that this section sets. Raises ValueError."""
         preset = AUGMENTATIONS[self.augment]
         changes: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale, "rotation": self.rotation}
         by_kind = {name: getattr(self, name) for name in ("blur", "solarize")}
@@ -361,7 +361,7 @@ def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -
 
 
 def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
-    """(global, local) sizes of crops for images of `side` pixels, multiples of the patch: global ones of `most` pixels
-    at most, local ones in DINO's ratio of 96 to 224, or half of the global ones if `most` is below 224."""
+    """(global, local) crop sizes for images of `side` pixels, in multiples of the patch. The global size is at most
+    `most`; the local size is 96/224 of it, DINO's ratio, or half of it if `most` is below 224."""
     large, share = max(2, min(most, side) // patch) * patch, 0.5 if most < 224 else 96 / 224
     return large, min(max(1, round(share * large / patch)) * patch, large - patch)

@@ -1,5 +1,5 @@
-"""The options of `train`, and the recipe of a run, of its resumes, and of a stage, which begins with another run: that
-run's recipe, changed by the stage, from whose first step on the lengths that it sets count. No torch."""
+"""The options of `train`, and the recipes of new runs, resumed runs and stages. A stage begins with another run: it
+changes that run's recipe, and the lengths that it sets count from its own first step. No torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TrainOptions:
 ORIGIN = "from"  # the key of environment.json with the `Origin` of a stage
 ENVIRONMENT = "environment.json"  # name of the file in a run folder with the run's id, its origin and its starts
 CONFIG_NAME = "config"  # the key of environment.json with the --config that the run was begun with, null without one
-STARTED_IN = "folder"  # the key of a start in environment.json with the folder in which it was made
+STARTED_IN = "folder"  # the key of a start in environment.json with the working folder of that start
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_free(key: str) -> bool:
-    """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
+    """Whether a resumed run may change this key: its field says that it is not `learned`; by default, keys of eval."""
     by_section, option = not key.startswith("eval."), options_of(Recipe).get(key)
     return not (by_section if option is None else option.fact("learned", by_section))
 
@@ -173,9 +173,9 @@ def load_run_recipe(run_dir: Path) -> Recipe:
 
 
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
-    """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started, and
+    """The recipe of the run in `run_dir`, with relative paths completed by the folder in which the run was started;
     `notes` gets a line for each. replaced: keys whose values are not used; flag: the option that names other images.
-    Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder."""
+    Raises ConfigError if config.yaml is not a recipe, or if the images are neither there nor in the working folder."""
     recipe, folder, moved = load_run_recipe(run_dir), started_in(run_dir), dict[str, str]()
     for key, value in named_values(recipe):
         is_place = key in path_keys() and key not in replaced and value is not None
@@ -203,7 +203,7 @@ def started_in(run_dir: Path) -> str | None:
 
 
 def _is_there(path: str) -> bool:
-    """Whether a file or a folder is at `path`, at the beginning of a pattern, or before the name of a dataset."""
+    """Whether `path` exists; of a pattern, the folder in which it begins; of FILE:/DATASET, the file."""
     path = path.partition(":/")[0]
     plain = re.split(r"[*?\[{]", path)[0]
     return os.path.lexists(path) or (plain != path and os.path.isdir(os.path.dirname(plain) or "."))
@@ -220,10 +220,9 @@ class Request:
         notes: lines for the user about values that are understood otherwise than written.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # converted; `config` and `ds_config` are among them
-    recipe: dict[str, Any] = field(default_factory=dict)  # by dotted name, text of a command line or Python values
-    ds: dict[str, Any] = field(default_factory=dict)  # keys of the ds JSON, likewise
-    # Lines for the user about values that are understood otherwise than written.
+    options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    ds: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list, compare=False)
 
     @property
@@ -242,8 +241,9 @@ class Request:
 
     def recipe_for_start(self, run_dir: Path) -> Recipe:
         """The recipe of a start in `run_dir`. A resumed stage, or any run that is resumed without --config and --from,
-        changes the recipe in its folder; a new stage changes that of the run of --from; other starts have the given one
-        alone. Raises ConfigError, and CheckpointError where the stage in `run_dir` began with another run."""
+        takes the recipe in its folder, and a new stage that of the run of --from, both with this request's changes.
+        Other starts take the request's recipe alone. Raises ConfigError, and CheckpointError for a run of another
+        format, a damaged environment.json, or a --from that is no run or not the one that a stage began with."""
         self.settings.allow_code()
         stage_from, resumes = self.options.get("from"), self.options.get("resume", False) is not False
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
@@ -280,7 +280,7 @@ class Request:
         return recipe
 
     def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
-        """Change a run's `recipe` by the given one; `forget`: without the settings that say how that run began."""
+        """A run's `recipe`, changed by this request; `forget`: first drop the settings that say how that run began."""
         if forget:
             weight, start = recipe.objective.preserve_weight, recipe.model.init_from
             dropped = f"objective.preserve_weight {weight} ends with the run before: it kept features of {start}"
@@ -290,8 +290,8 @@ class Request:
         return self.settings.applied_to(recipe)
 
     def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:
-        """Rebase the `recipe` of a stage that began at `step`: lengths that are set here count from `step`, and those
-        that are taken over stay. If the stage restarts at step 0, all lengths count from there."""
+        """Rebase the `recipe` of a stage that began at `step`: lengths that this request sets count from `step`,
+        and those that are taken over stay. If the stage restarts at step 0, all lengths count from there."""
         written, restarts = self.settings.names(), recipe.stage_start == "restart"
         step = 0 if restarts else step
         moved = dict[str, str]()
@@ -331,7 +331,7 @@ class ModelFolder(NamedTuple):
 
 
 def find_model_folder(model: str) -> ModelFolder:
-    """The `ModelFolder` of a model that is given as a run folder, a checkpoint or best teacher in it, or otherwise."""
+    """The `ModelFolder` of a model that is given as a run folder, a checkpoint or best teacher in it, or any other."""
     path = Path(os.path.expanduser(model))
     if path.name == names.BEST_TEACHER and (path.parent / "config.yaml").is_file():
         return ModelFolder(path.parent, path.stem)
@@ -363,14 +363,14 @@ def missing_model(model: str) -> CheckpointError:
 
 
 def check_may_begin(run_dir: Path, resume: Resume) -> None:
-    """Raises ConfigError for a new run in a folder that holds one, CheckpointError for --resume in one without."""
+    """Raises ConfigError for a new run in a folder with a run, CheckpointError for --resume without a checkpoint."""
     there = holds_run(run_dir)
     if resume is False and there:
         how = "--resume to continue it" if holds_checkpoint(run_dir) else "--resume auto: it made no checkpoint"
         raise ConfigError(f"{run_dir} already holds a run; add {how}, or give another --run_dir")
     if resume not in (False, "auto") and not there:
         raise nothing_to_resume(run_dir)
-    # Where it seems to have lost its checkpoints, what is known about them is said later.
+    # Where checkpoints seem to be lost, a later message says what is known about them.
     had_one = (run_dir / "teacher.safetensors").exists() or (run_dir / "checkpoints").is_symlink()
     if resume is True and not holds_checkpoint(run_dir) and not had_one:
         raise no_checkpoint(run_dir)

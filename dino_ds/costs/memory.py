@@ -45,7 +45,7 @@ def estimate_memory(
     recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0, exact: bool = True
 ) -> Memory:
     """Estimate the peak memory of a step on each of `world_size` devices; exact: as in `step_costs`. Without a GPU,
-    offloaded tensors count too, and `libraries`, the process's bytes before it builds. Raises NotEstimated."""
+    offloaded tensors count too, and so do `libraries`: the process's bytes before the engine. Raises NotEstimated."""
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     sizes, trained = facts.sizes, facts.trained
     total = sum(trained.values())
@@ -92,8 +92,8 @@ def estimate_memory(
 
 
 def state_bytes(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> dict[str, int]:
-    """The bytes that stay on a device from step to step. ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage
-    0 trains them in place. Frozen FP32 weights are the teacher's own tensors where they are not sharded."""
+    """The bytes that stay on a device from step to step. ZeRO 1 and 2 copy even FP32 weights as masters; stage 0 trains
+    FP32 weights in place. Frozen FP32 weights are the teacher's own tensors where they are not sharded."""
     zero, element, sizes = config.raw["zero_optimization"], element_bytes(config), facts.sizes
     total, trained = sum(sizes.values()), sum(facts.trained.values())
     copied = trained if config.precision == "fp32" and config.stage < 3 else total
@@ -101,7 +101,7 @@ def state_bytes(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: 
     if config.stage == 3 and world_size > 1:
         student += element * sum(n for n in sizes.values() if n <= _persistent_below(config))
     learning = sum(_MOMENT_BYTES[kind] * elements for kind, elements in facts.groups)
-    if config.stage:  # which has masters, and shards them with the moments
+    if config.stage:  # ZeRO 1 to 3 have masters, and shard them with the moments
         learning = (_FP32 * trained + learning) // world_size
     # ZeRO++: each node keeps a second copy of the weights, sharded over its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
@@ -147,7 +147,7 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
 
 
 def _optimizer_scratch(facts: StudentFacts, config: DsConfig, world_size: int, on_gpu: bool) -> int:
-    """Bytes of DeepSpeed's flat copy of the largest group's gradients and of its FP32 cast; or of Muon's tensors."""
+    """Bytes of Muon's tensors or, if more, DeepSpeed's flat copy of the largest group's gradients and its FP32 cast."""
     orthogonalized = max((_muon_elements(group, config.stage > 0, world_size) for group in facts.matrices), default=0)
     if config.stage == 0 or (on_gpu and offloads_optimizer(config.raw["zero_optimization"])):
         return _FP32 * orthogonalized
@@ -157,7 +157,7 @@ def _optimizer_scratch(facts: StudentFacts, config: DsConfig, world_size: int, o
 
 
 def _muon_elements(group: Sequence[tuple[int, int, int]], sharded: bool, ranks: int) -> int:
-    """Most elements that Muon takes at once for a group of `StudentFacts.matrices`, with a shard's flat gradient."""
+    """Most elements that Muon holds at once for a group of `StudentFacts.matrices`; a shard adds a flat gradient."""
     numbers = Counter[tuple[int, int]]()
     for rows, columns, number in group:
         numbers[rows, columns] += number

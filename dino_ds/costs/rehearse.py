@@ -1,6 +1,6 @@
 """Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors, which
 have shapes and no memory, and records what their operators hold and compute: bytes alive after each, and FLOPs. It sees
-whatever a term, a teacher or a backbone does, and names none of them, but not DeepSpeed's part: the bare network takes
+whatever a term, a teacher or a backbone does, without naming any. DeepSpeed's part is not seen: the bare network takes
 the engine's place. A multiply-add is 2 FLOPs; matrix products, convolutions and attention count, by the formulas of
 torch's counter, except for operators for which torch has none or a wrong one."""
 
@@ -232,12 +232,12 @@ def rehearse(
 ) -> dict[str, Any]:
     """Rehearse a micro-batch of `images` with the crops `groups`; returns its `StepCosts` as plain JSON."""
     _read_widths(recipe, settings.frozen)
-    if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
-        for _ in range(2):  # the first collection may release another engine
+    if torch.distributed.is_initialized():  # a dropped engine must not end within the step and be recorded
+        for _ in range(2):  # the first collection may release one more engine
             gc.collect()
     fake, functions, available = FakeTensorMode(allow_non_fake_inputs=True), nn.functional, torch.cuda.is_available()
     replaced: list[tuple[Any, str, Any]] = [
-        (functions, "linear", torch._C._nn.linear),  # an engine of ZeRO 3 has left DeepSpeed's
+        (functions, "linear", torch._C._nn.linear),  # ZeRO 3 may have left DeepSpeed's here
         (functions, "scaled_dot_product_attention", partial(_fused_attention, functions.scaled_dot_product_attention)),
         (nn.Module, "to_empty", functools.partialmethod(_to_empty, fake)),
         (torch.cuda, "is_available", lambda: available),  # fake tensors ask at each operator: it opens a library
@@ -251,7 +251,7 @@ def rehearse(
         with fake:
             window = [_inputs(alone, groups, images) for _ in range(settings.window)]
             costs = _play(engine, step, window, recorder)
-    if recipe.teacher.source is not None and settings.frozen is None:  # unknown: the student's took its place
+    if recipe.teacher.source is not None and settings.frozen is None:  # of unknown size: the student's took its place
         costs["parts"].pop(f"teacher {FROZEN}", None)
         costs["teachers"].pop(FROZEN, None)
     return costs
@@ -318,7 +318,7 @@ def _play(
 
 
 class _FakeEngine:
-    """What a step calls of an engine, without DeepSpeed. saved: bytes alive before the backward pass."""
+    """The methods of an engine that a step calls, without DeepSpeed. saved: bytes alive before the backward pass."""
 
     unsynced_statistics = list
     recorder: Recorder
@@ -362,13 +362,13 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
 
 
 def _read_widths(recipe: Recipe, frozen: ViTSpec | None) -> None:
-    """Build a network that is not dino_ds's for its width, before tensors are fake."""
+    """Read the backbones' widths before tensors are fake: a network that is not dino_ds's is built for it."""
     for spec in (recipe.model.spec(), frozen):
         _ = spec and spec.width
 
 
 def _frozen_source(recipe: Recipe, frozen: ViTSpec | None) -> FrozenSource | None:
-    """The teacher that is distilled, without its weights; if its architecture is unknown, with the student's."""
+    """The teacher that is distilled, without its weights; an unknown architecture is replaced by the student's."""
     if (path := recipe.teacher.source) is None:
         return None
     spec: BackboneSpec = frozen or recipe.model.spec()
@@ -381,7 +381,7 @@ def _frozen_source(recipe: Recipe, frozen: ViTSpec | None) -> FrozenSource | Non
 
 
 def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Batch:
-    """Crops, keys, and masks that hide the expected number of patches; drawn masks of the law dinov2 hide 1 % fewer."""
+    """Crops, keys, and masks that hide the expected number of patches; drawn for mask dinov2, they hide 1 % fewer."""
     crops, masks = {}, {}
     for group in groups:
         shape = images, recipe.model.in_chans, group.size, group.size

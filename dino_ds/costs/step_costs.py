@@ -1,5 +1,5 @@
 """The costs of a recipe's micro-batch, FLOPs and memory, by rehearsals of its exact size or of two sizes with a line
-through them; results stay in the user's cache folder, and those need no torch."""
+through them. Results stay in the user's cache folder; reading them needs no torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def step_costs(
     recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True, groups: tuple[CropGroup, ...] | None = None
 ) -> StepCosts:
     """The costs of the config's micro-batch with the crops `groups`, by default those of the largest resolution. exact:
-    rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and with
-    two micro-batches prepared where a step may prepare several. Raises NotEstimated where tensors' values are read."""
+    rehearse its number of images, unless that is large on a CPU. Otherwise costs are read off a line, and a step that
+    may prepare several micro-batches is rehearsed with two. Raises NotEstimated where tensors' values are read."""
     groups = groups or recipe.groups
     images, sizes = config.micro_batch, _LINES[on_gpu]
     exact = exact and (on_gpu or images <= sizes[-1])
@@ -180,9 +180,9 @@ class StudentFacts:
 
 @dataclass(frozen=True)
 class RehearsalSettings:
-    """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step; frozen: the
-    backbone of teacher.source, None if it is unknown. Compiled blocks and the EMA teacher's low-precision copy are off,
-    so that one rehearsal serves many configs: without the copy, its matrices are cast at each use."""
+    """Settings that a rehearsed micro-batch depends on. window: micro-batches that are prepared together; frozen: the
+    backbone of teacher.source, None if it is unknown. `performance` is without compiled blocks and the EMA teacher's
+    low-precision copy, so that one rehearsal serves many configs: the teacher's matrices are cast at each use."""
 
     precision: str
     checkpoint_blocks: int | str

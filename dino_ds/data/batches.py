@@ -47,8 +47,8 @@ _DRAWS = -4  # reserved negative image index that seeds the global generators, f
 
 
 def automatic_workers(ranks: int | None = None) -> int:
-    """Number of workers of each of a node's `ranks`, by default this node's: its share of the cores, less one to train;
-    at most 16."""
+    """Loader processes of a rank on a node of `ranks` ranks, by default as many as this node has: the rank's share of
+    the cores, less one for training; at most 16."""
     return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, MAX_WORKERS))
 
 
@@ -150,7 +150,7 @@ def _process_context() -> ForkServerContext:
     # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # this unblocks some of them here
+        resource_tracker.ensure_running()  # this unblocks some of the signals here
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -324,8 +324,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         self, multicrop: MultiCrop, epoch: int, index: int, outputs: Sequence[Tensor]
     ) -> tuple[list[CropParameters], str, list[str]]:
         """Write the crops of an image into `outputs`; returns the parameters of the augmentation that Pillow has not
-        done, the image's name, and an error for each unreadable image tried before. An unreadable image is replaced by
-        one that (seed, epoch, index) determines, in a mixture of the same part. Raises DataError after 100 in a row."""
+        done, the image's name, and an error for each unreadable image tried before. (seed, epoch, index) determines the
+        image in place of an unreadable one: in a mixture, one of the same part. Raises DataError after 100 in a row."""
         options, bad, images = self._options, list[str](), len(self._source)
         seed, cache = crop_seed(options.seed, epoch, index), options.cache
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images

@@ -36,7 +36,7 @@ _SIDE_FILES = tuple(  # endings of files about images, which are ignored without
     b"makefile dicomdir".split()
 )
 _ENDING = re.compile(rb"\.[^./]*[^\d./][^./]*$")  # an ending; the names of DICOM files may end in numbers
-_PILLOW_HEADS = re.compile(  # first bytes of the formats that Pillow reads, but TIFF
+_PILLOW_HEADS = re.compile(  # first bytes of the formats that Pillow reads, except TIFF
     rb"(?s)\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{4}\0{4}|GIF8[79]a|P[2356]\s+[\d#]|\0{3}\x0cjP  |"
     rb".{4}ftypavi[fs]"
 )
@@ -283,7 +283,7 @@ def split_part(root: str) -> tuple[str, str | None]:
 
 
 def archives_in(folder: str) -> tuple[list[str], list[bytes]]:
-    """ARCHIVES in `folder` and its folders KEY=VALUE, and files left out; neither if it has images or other folders."""
+    """ARCHIVES in `folder` and its folders KEY=VALUE, and files left out; [], [] if it has images or other folders."""
     archives, others = list[str](), list[bytes]()
     try:
         with os.scandir(folder) as entries:

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     Attributes:
         crops: by crop group, in the order of the groups, each crop as (b, c, h, w) float32.
         drop_keys: the `sample_keys` of the images, (b,) int64, for stochastic depth; None without it.
-        masks: patches of masked groups that are hidden from the student.
+        masks: of each masked group, the patches that the student predicts, and sees only if crops.mask_hides is false.
         indices: of the images, (b,) int64, all drawn in `epoch`.
         names: of the images.
         bad: name and reason of each unreadable image that was replaced.

@@ -97,7 +97,7 @@ class _Folder:
     identity: tuple[int, int]
     images: bytes  # names of images, with NULs between
     keys: array[int]
-    """`file_key` of each image, without the part of the root's device: that may have another number tomorrow."""
+    """`file_key` of each image, without the part of the root's device, whose number may be another tomorrow."""
     folders: list[bytes]
     linked: list[bytes]
     files: int
@@ -145,7 +145,7 @@ def _is_current(root: str, known: Listing) -> bool:
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
-    """Folders of the tree by relative path, each read once, under its real path if inside. Raises DataError."""
+    """Folders of the tree by relative path, each once: by its real path if that is in the tree. Raises DataError."""
     tree, seen = dict[bytes, _Folder](), set[tuple[int, int]]()
     level, linked, part = [b""], list[bytes](), key_on(os.stat(root).st_dev, 0)
     bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)

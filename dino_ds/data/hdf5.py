@@ -1,4 +1,4 @@
-"""Images in a dataset of HDF5 files, arrays or encoded files; needs h5py only."""
+"""Images in a dataset of HDF5 files, stored as arrays or as encoded files; needs h5py only."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _problem(dataset: Any) -> str:
 
 
 def _read_rows(dataset: Any, first: int, end: int) -> Any:
-    """Rows of a dataset. Raises ValueError for a chunk that inflates beyond its size, which HDF5 would do."""
+    """Rows of a dataset. Raises ValueError for a chunk that inflates beyond its size: HDF5 would inflate it all."""
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
     if filters.count(_DEFLATE) > 1:

@@ -164,7 +164,7 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
 
 
 def name_of(source: Source, index: int, root: str | None) -> bytes:
-    """Name below `root` that identifies an image of a source; from a list its canonical path."""
+    """Name below `root` that identifies an image of a source; for an image of a list file, its canonical path."""
     if listed_path := getattr(source, "listed_place", None):
         name: str = listed_path(index)
     elif member := getattr(source, "member", None):
