@@ -1,5 +1,5 @@
-"""Batches of crops, epoch after epoch, from any position in the data; the next one is copied to the device and
-augmented during the current training step. The global batches depend on (seed, epoch) and the global batch size alone;
+"""Batches of crops, epoch after epoch, from any position in the data; the next batch is copied to the device and
+augmented during the current training step. Global batches depend on (seed, epoch) and the global batch size alone;
 ranks, micro-batches and workers only divide the work. So a run resumes, or repeats on other hardware, with the same
 images in order."""
 
@@ -26,13 +26,13 @@ from dino_ds.data.mixture import Draws, draws_in
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import DataError
 
-_LOOK_SECONDS = 2  # time after which the wait for a batch is interrupted to check for other events
+_LOOK_SECONDS = 2  # time after which the wait for a batch is interrupted to check whether `patience` is over
 _POLL_SECONDS = 0.001  # time that a finished batch may take to come out of its queue when `next_if_ready` polls it
 
 
 class DevicePrefetcher(Iterator[Batch]):
-    """Endless iterator of Batch over a loader. Raises the loader's errors. On a GPU, `prefetch` is called once a step's
-    backward pass is launched; it copies and augments the next crops on a side stream during that pass."""
+    """Endless iterator of Batch over a loader. Raises the loader's errors. On a GPU, call `prefetch` after the launch
+    of a micro-batch's backward pass: it copies and augments the next crops on a side stream during that pass."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device = loader, device
@@ -74,7 +74,7 @@ class DevicePrefetcher(Iterator[Batch]):
         self._loader.close()
 
     def _to_device(self, batch: LoaderBatch) -> Batch:
-        with torch.cuda.stream(self._stream):  # nothing for None
+        with torch.cuda.stream(self._stream):  # does nothing if the stream is None
             return to_device(batch, self._device)
 
 
@@ -88,7 +88,7 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
 
 
 class BatchKeys(list[tuple[int, int]]):
-    """(epoch, index) of the images of a micro-batch; the r-th repeat of image i in an epoch is index i + r * images."""
+    """(epoch, index) of the images of a micro-batch; repeat r of image i in an epoch has the index i + r * images."""
 
     resolution = 0  # index of the step's resolution
     later: tuple[int, ...] = ()  # indices of the images in the batch that the same process gets next, if known
@@ -97,11 +97,11 @@ class BatchKeys(list[tuple[int, int]]):
 class ResumableSampler(Sampler[BatchKeys]):
     """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws.
 
-    Micro-batch m of a step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch.
+    Micro-batch m of a step, on rank r, has `micro` positions of the global batch, from (m * ranks + r) * micro on.
     Images that do not fill a global batch at the end of an epoch are left out; each epoch leaves out different ones.
 
     Args:
-        images: number in the source.
+        images: number of images in the source.
         options: the loader's options.
         start: position at which a step begins.
         draws: how often each image is drawn; None = equally often.
@@ -134,7 +134,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         return position.advance(self._chunk, self._per_epoch), begun
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        """Yield keys with `later` set: torch gives batch i to process i modulo their number; else only time is lost."""
+        """Yield keys with `later` set for torch's order, batch i to process i % workers; else only time is lost."""
         workers = self._options.workers
         batches, ahead = self._batches(), max(1, loading.automatic_workers() if workers is None else workers)
         waiting = deque(islice(batches, ahead))
@@ -239,7 +239,7 @@ class Loader(Iterator[LoaderBatch]):
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
-    """Optimizer steps in one pass over the data, without an incomplete last batch. Raises DataError if none."""
+    """Optimizer steps in one pass over the data, without an incomplete last batch. Raises DataError if that is 0."""
     if images < global_batch:
         why = f"{images} images < one global batch of {global_batch}"
         raise DataError(f"{why}: set --data.global_batch to {images} or less, or add images")
@@ -247,8 +247,8 @@ def steps_per_epoch(images: int, global_batch: int) -> int:
 
 
 def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -> int:
-    """Draw the index of the resolution of an epoch's step: the same on all ranks and in all micro-batches. Source:
-    facebookresearch/dinov3 draws from one stream that all ranks share; a hash needs no state to resume."""
+    """Draw the index of the resolution of an epoch's step: the same on all ranks and in all micro-batches. Where
+    facebookresearch/dinov3 draws from a stream that all ranks share, a hash draws here: it needs no state to resume."""
     if len(shares) < 2:
         return 0
     drawn = (crop_seed(crop_seed(seed, epoch, -2), -1, step) >> 11) * 2.0**-53  # -2: no sample has this index

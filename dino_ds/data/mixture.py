@@ -129,7 +129,7 @@ class Mixture(EncodedImages, Joined):
                 raise ConfigError(f"{why}, and would have the shares of both: give places without images in common")
 
     def _is_one_file(self, first: int, second: int) -> bool:
-        """Whether images with equal keys are one file: keys of folders are from when these were listed."""
+        """Whether images with equal keys are one file: keys in folders are as old as the folder's listing."""
         pair = [self._find(index) for index in (first, second)]
         paths = [source.path(index) for source, index in pair if isinstance(source, ListedFiles)]
         try:
@@ -161,13 +161,13 @@ class Draws:
     """Order of images from several parts, each with a share of every epoch; groups of a part are drawn equally often.
 
     A part draws from its groups in turn, and a group draws all of its images, in a random order, before it repeats one.
-    So the counts of a part and of its groups are exact to one image an epoch, and after any epoch the images of a group
-    have been drawn equally often, to one.
+    So the counts of a part and of its groups are exact to one image an epoch, and after any epoch the times that two
+    images of a group have been drawn differ by at most one.
 
     Args:
         shares: share of each part.
         parts: (n,) int64, part of each image.
-        groups: (n,) int64, group of each image, numbered through part after part; -1 = never drawn.
+        groups: (n,) int64, group of each image, numbered part after part; -1 = never drawn.
     """
 
     def __init__(self, shares: Sequence[Fraction], parts: np.ndarray, groups: np.ndarray) -> None:
@@ -198,7 +198,7 @@ class Draws:
         return np.array(whole, np.int64)
 
     def epoch(self, seed: int, epoch: int, length: int) -> Tensor:
-        """Images of an epoch in order, (length,) int64; the r-th repeat of image i is i + r * images."""
+        """Images of an epoch in order, (length,) int64; repeat r of image i has the index i + r * images."""
         import torch
 
         counts = self.counts(length)
@@ -210,7 +210,7 @@ class Draws:
         return images[torch.randperm(len(images), generator=generator)]
 
     def _drawn_until(self, seed: int, counts: np.ndarray) -> np.ndarray:
-        """Times that each drawn image has been drawn once the parts have drawn `counts` images, (parts,)."""
+        """How often each image of a group has been drawn when the parts have drawn `counts` (parts,) images."""
         import torch
 
         begun = self._counts[self._part_of_group]

@@ -1,8 +1,8 @@
 """Multi-crop augmentation as in DINO and the masks of crops, with all randomness from one seed per image; and the crops
-of evaluations. Sources: facebookresearch/dino `main_dino.py` DataAugmentationDINO; its operations are those that
-torchvision applies to Pillow images, called directly: torchvision's transforms would draw from torch's global
-generator. Masks are those of facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There
-exactly half of a batch's crops are masked, with one ratio from each equal bin (in DINOv3 its upper edge). Here each
+of evaluations. The augmentation is facebookresearch/dino's DataAugmentationDINO (`main_dino.py`). It calls Pillow's
+operations directly, since torchvision's transforms would draw from torch's global generator. Masks are those of
+facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a batch's
+crops are masked, each with a ratio from its own bin of the range (DINOv3 takes the bin's upper edge). Here each
 crop is masked with a probability and draws its ratio from the whole range, so that its mask follows from (seed, epoch,
 index of the image, number of the crop) alone."""
 
@@ -101,9 +101,9 @@ class MultiCrop:
         return crops
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
-        """Draw the parameters of all crops of an image of this size in pixels, each crop's in the order of fields."""
+        """Draw the parameters of all crops of an image of `width` x `height` pixels."""
         rng, strength = random.Random(seed), self.augmentation
-        # Turns have a random stream of their own, -2: all other draws stay as they are without turns. Masks have -1.
+        # Turns have a random stream of their own (-2; masks have -1), so that other draws are the same without turns.
         turning = random.Random(crop_seed(seed, -2, 0)) if strength.vertical_flip or strength.rotation else None
         sampled: list[CropParameters] = []
         first: dict[str, int] = {}
@@ -147,7 +147,7 @@ class MultiCrop:
 
 @dataclass(frozen=True)
 class CropParameters:
-    """Random changes of a crop, in this order."""
+    """Random changes of a crop, in the order of application, except `turns`."""
 
     box: Box
     flip: bool
@@ -156,15 +156,15 @@ class CropParameters:
     blur_radius: float | None = None
     solarize: bool = False
     turns: int = 0
-    """Turns by 90 degrees, counter-clockwise, after cropping and resizing; two and a flip mirror top to bottom."""
+    """Turns by 90 degrees, counter-clockwise, after resizing; two turns and a flip mirror a crop top to bottom."""
 
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each. Each jitter slot has four: the
-    weights of the pixel, its gray and the crop's mean gray in a sum that is clamped, and the hue shift in turns of the
-    color circle. The others are: whether the crop is flipped, whether it is made gray, the blur's standard deviation in
-    pixels (0 = none), and whether the crop is solarized."""
+    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each. Each jitter slot has four:
+    the weights of the pixel, its gray and the crop's mean gray in a sum that is clamped, and the hue shift in turns of
+    the color circle. The last four are: whether the crop is flipped, whether it is made gray, the blur's standard
+    deviation in pixels (0 = none), and whether the crop is solarized."""
 
     table: Tensor  # the rows, on the host
     on_device: Tensor  # a copy of the rows on the device of the crops
@@ -299,8 +299,8 @@ def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
 class EvalCrop:
     """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize. If an image's
     shorter side has at most `size` pixels, it is resized to `size` and not cut. Of an odd border, the smaller half is
-    cut at the left and the top, as in transformers; torchvision rounds half to even: it cuts one more of borders of 3,
-    7, ... pixels."""
+    cut at the left and the top, as in transformers; torchvision rounds half to even, so that of borders of 3, 7, ...
+    pixels it cuts the larger half there."""
 
     def __init__(self, size: int, normalization: Normalization) -> None:
         self.size, self.channels, self._normalization = size, len(normalization.mean), normalization
@@ -339,8 +339,8 @@ class EvalCrop:
 @dataclass(frozen=True)
 class MaskOptions:
     """The masks of a crop group. A crop is masked with probability `share`; int(patches * ratio) of its patches are to
-    be hidden, the ratio drawn uniformly from the range `ratio`. Law "dinov2" hides blocks, which may hide fewer;
-    "dinov3" adds single patches at random. grid: (rows, columns) of a crop's patches."""
+    be hidden, the ratio drawn uniformly from the range `ratio`. Law "dinov2" hides blocks, perhaps of fewer patches;
+    "dinov3" adds the missing ones at random. grid: (rows, columns) of a crop's patches."""
 
     law: Literal["dinov2", "dinov3"]
     share: float
@@ -349,8 +349,8 @@ class MaskOptions:
 
     @staticmethod
     def of(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> dict[str, MaskOptions]:
-        """Options by name of a recipe's masked groups; `groups`: of one of its resolutions, by default the largest.
-        Raises ConfigError for an unknown backbone."""
+        """Options of a recipe's masked groups, by name. groups: crop groups of one of its resolutions, by default of
+        the largest. Raises ConfigError for an unknown backbone."""
         crops = recipe.crops
         if crops.mask == "none":
             return {}
@@ -365,7 +365,7 @@ def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], se
     drawn, first = {}, 0
     for group in groups:
         if options := masks.get(group.name):
-            numbers = range(first, first + group.count)  # among all crops of an image, whose own stream is `seed`
+            numbers = range(first, first + group.count)  # of the group's crops among all crops of an image
             flat = [draw_mask(options, crop_seed(seed, -1, number)) for number in numbers for seed in seeds]
             drawn[group.name] = with_rows(torch.from_numpy(np.stack(flat)))
         first += group.count

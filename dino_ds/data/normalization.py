@@ -1,5 +1,5 @@
 """Normalizes images by the mean and standard deviation of each channel, displays images of any number of channels, and
-samples images before a run for these numbers and the range of deep values."""
+samples images before a run to find mean, deviation, and the value range of images deeper than 8 bits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Normalization:
         return Normalization((sum(MEAN) / 3,) * channels, (sum(STD) / 3,) * channels)
 
     def for_channels(self, channels: int) -> Normalization | None:
-        """The normalization of images that are gray where these are RGB, or the reverse; None for other channels."""
+        """This normalization, averaged over channels from RGB to gray or the reverse; None for other `channels`."""
         if channels == len(self.mean):
             return self
         if not {channels, len(self.mean)} <= {*USUAL_CHANNELS}:
@@ -106,7 +106,7 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def shown_channels(channels: int) -> list[str]:
-    """Words on the channels that `visible` shows of more, or of two; none for gray and RGB."""
+    """A phrase, in a list, on which channels of an image `visible` shows; [] for gray and RGB."""
     return [] if channels in (1, 3) else [f"the first {3 if channels > 3 else 1} of {channels} channels, stretched"]
 
 
@@ -151,8 +151,8 @@ def measure_channels(
 
 
 class Stated(NamedTuple):
-    """The settings of training images that are stated by the weights which a run continues or learns from; None for one
-    that is not stated. by: the option that names the weights, with its value."""
+    """Settings of the training images as stated by the weights that a run continues or learns from; None = not stated.
+    by: the option that names the weights, with its value."""
 
     by: str = ""
     normalization: Normalization | None = None
@@ -165,12 +165,12 @@ def with_image_settings(
     earlier: Callable[[], Recipe | None] = lambda: None,
     stated: Callable[[], Stated] = Stated,
 ) -> tuple[Recipe, list[str]]:
-    """`recipe` with numbers for data.value_range if that is auto and images are deep, and for data.mean and data.std if
-    ImageNet's are not theirs; and notes on these numbers, and on images that the range does not fit. What the recipe
-    does not set is as in the `earlier` recipe of a run that goes on, else as `stated` by the weights that it begins
-    with, else found by a sample of the images. A stage goes on with the mean of the run before. Rank 0 samples; every
-    rank must call this. Raises on all ranks: ConfigError if a setting can't be known or no image has model.in_chans
-    channels, DataError if no sampled file is readable."""
+    """Return `recipe` with numbers for data.value_range if that is auto and images have more than 8 bits, and for
+    data.mean and data.std if ImageNet's do not fit; and notes on these numbers and on images beyond the range. Settings
+    that the recipe leaves open come from the `earlier` recipe of a resumed run, else they are `stated` by the weights
+    that the run begins with, else a sample of the images shows them. A stage keeps the mean of the run before. Rank 0
+    samples; every rank must call this. Raises on all ranks: ConfigError if a setting can't be known or no image has
+    model.in_chans channels, DataError if no sampled file is readable."""
     from_rank_0: Any = None
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:

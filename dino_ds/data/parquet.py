@@ -22,7 +22,7 @@ _OPEN_FILES = 32  # most files that a process keeps open, with their footers
 _MOST_BYTES = 1 << 30  # most bytes of a row group's column: each loader process reads an image with its whole group
 _MOST_AHEAD = 256 << 20  # most bytes of row groups that are fetched before they are read
 _LOOKED_AT, _NUMBERS = 64, 1 << 16  # rows per read: when looking for image bytes, and of a column of plain numbers
-_NULL = "__HIVE_DEFAULT_PARTITION__"  # value in the name of a folder of rows without one
+_NULL = "__HIVE_DEFAULT_PARTITION__"  # stands in a folder's name for the value of rows that have none
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class _RemoteParquet:
 
 
 _Location = tuple[str, tuple[int, ...] | None, _RemoteParquet | None]
-"""A file, its size and time on a disk, and what it is elsewhere."""
+"""A file's path or address; its size and time if it is on a disk; the remote file if it is not."""
 
 
 class ParquetImages(encoded.RowImages):
@@ -249,8 +249,8 @@ def _class_names(schema: Any, label: str) -> list[str]:
 
 
 def _merge_class_names(labels: list[list[Any]], names: list[list[str]], files: list[str]) -> list[str]:
-    """Change the labels of each file, whose classes are `names`, to numbers of one list of class names; returns that.
-    Raises DataError for numbers without names in some files only."""
+    """Change the labels of each file, whose classes are `names`, to numbers of one list of class names, and return the
+    list. Raises DataError for numbers without names in some files only."""
     if all(some == names[0] for some in names):
         return names[0]
     for values, some, file in zip(labels, names, files, strict=True):
@@ -265,7 +265,7 @@ def _merge_class_names(labels: list[list[Any]], names: list[list[str]], files: l
 
 
 def _partitions(files: list[str]) -> tuple[list[str | None], list[str]]:
-    """The class of each file by a folder such as label=cat below the files' common one; and a note on other folders."""
+    """Class of each file by a folder such as label=cat below the folder of all; and a note on KEY=… without classes."""
     begin = len(os.path.commonpath(list(map(os.path.dirname, files)))) + 1
     of_files = [dict(part.split("=", 1) for part in file[begin:].split("/")[:-1] if "=" in part) for file in files]
     keys = list(dict.fromkeys(key for pairs in of_files for key in pairs))

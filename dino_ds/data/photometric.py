@@ -114,7 +114,7 @@ def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
     r, g, b = x.unbind(1)
     high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
     chroma = high - low
-    per_chroma = 1 / chroma.clamp_min(1e-6)  # below the steps of FP32; gray stays gray, since its chroma is 0
+    per_chroma = 1 / chroma.clamp_min(1e-6)  # no division by 0; gray stays gray, since its chroma is 0
     hue = torch.where(
         high == r, (g - b) * per_chroma, torch.where(high == g, (b - r) * per_chroma + 2, (r - g) * per_chroma + 4)
     )

@@ -25,11 +25,11 @@ from dino_ds.data.remote_request import NothingThere, Refusal, begin, call, get,
 from dino_ds.errors import ConfigError, DataError
 
 _MARK, _PER_MARK = struct.Struct("<II"), 512
-"""A piece's length and checksum; of pieces that begin within so many bytes the latest one is kept."""
+"""Format of a mark, a piece's length and checksum; and bytes of a file that share one mark, the latest piece's."""
 _PAGE, _OPEN_FILES = 4096, 128
 _OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
-"""Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
-are listed, which takes many answers."""
+"""Seconds for all tries to look a file up, or to read it unless `Remote.prepare` gives others; and for one try to list
+files, which takes many answers."""
 _GAP, _MOST_TOGETHER = 4096, 8 << 20  # most bytes between two pieces of one request, and of such a request
 _MOST_AT_ONCE = 1 << 30  # most bytes that a library may ask for at once
 
@@ -43,7 +43,7 @@ def find_files(pattern: str) -> dict[str, list[int]]:
 
 
 def list_folder(url: str, name: str = "*", pattern: str | None = None) -> dict[str, list[int]]:
-    """Addresses right in a folder whose names fit, or in any that fit the whole pattern, as `find_files` gives them."""
+    """Files right in a folder whose names fit `name`, or all files whose addresses fit `pattern`; see `find_files`."""
 
     async def find() -> list[dict[str, Any]]:
         if pattern is not None:
@@ -75,7 +75,7 @@ def is_there(url: str) -> bool:
 
 
 def known_states(urls: Sequence[str]) -> dict[str, list[int]]:
-    """Size and tag of those files that are there; more than 8 in a bucket's folder are listed. Raises DataError."""
+    """Size and tag of those files that exist; a bucket's folder with over 8 of `urls` is listed. Raises DataError."""
     folders = Counter(map(os.path.dirname, urls))
     listed = {folder for folder, count in folders.items() if count > 8 and not folder.startswith("http")}
     known = {url: state for folder in listed for url, state in list_folder(folder).items()}
@@ -105,7 +105,7 @@ def find_states(urls: Sequence[str]) -> list[list[int]]:
 def remote_with_room(
     urls: Sequence[str], states: Sequence[Sequence[int]], needed: int, gib: float
 ) -> tuple[Remote, list[str]]:
-    """The way to `needed` bytes of files, `gib` of them cached; and lines on how much stays, and unnoticed changes."""
+    """A `Remote` for `needed` bytes of files, `gib` GiB of them cached; and notes on the cache and on missing tags."""
     notes = list[str]()
     if untagged := [url for url, (_, tag) in zip(urls, states, strict=True) if not tag]:
         files = f"{len(untagged)} of {len(urls)} files"
@@ -122,7 +122,7 @@ def remote_with_room(
 
 class FilePiece(NamedTuple):
     """Bytes of a remote file that has `size` and a `tag` of its content, 0 if its server gives none; a `length` of -1
-    is the whole of any file. `checksum`: CRC-32 of the bytes by an index, or -1."""
+    means the whole file, whatever its size. checksum: CRC-32 of the bytes as an index says, or -1."""
 
     url: str
     size: int = -1
@@ -149,7 +149,7 @@ class Remote:
         self._ahead = {piece: before[piece] for piece in wanted if piece in before}
         for future in set(before.values()) - set(self._ahead.values()):
             future.cancel()
-        groups = list[list[FilePiece]]()  # of neighbors, each of which is one request
+        groups = list[list[FilePiece]]()  # of neighboring pieces; one request for each group
         for piece in sorted(wanted.keys() - self._ahead.keys()):
             if kept := self._kept(piece):
                 self._ahead[piece] = Future()
@@ -165,7 +165,7 @@ class Remote:
             self._ahead |= dict.fromkeys(group, begin(_fetch(group, self._cache, self._seconds)))
 
     def read(self, piece: FilePiece) -> bytes:
-        """The bytes of a piece, or part of a prepared one. Raises DataError, or FileNotFoundError for a whole file."""
+        """The bytes of a piece, prepared or not. Raises DataError, or FileNotFoundError if a whole file is missing."""
         if piece in self._ahead:
             return self._ahead[piece].result()[piece]
         for whole, future in self._ahead.items():
@@ -239,7 +239,7 @@ class RemoteCache:
         self._counter = os.path.join(self.folder, "used")
 
     def make_room(self, files: list[FilePiece], needed: int) -> None:
-        """Remove other files than these until `needed` bytes of them fit. Raises ConfigError."""
+        """Remove files other than `files` until `needed` bytes of these fit. Raises ConfigError."""
         ours = {os.path.basename(self._path(file)) for file in files}
         try:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
@@ -268,7 +268,7 @@ class RemoteCache:
         return None
 
     def put(self, piece: FilePiece, data: bytes) -> None:
-        """Keep a piece, if there is room; a full disk is none."""
+        """Keep a piece if there is room in the cache and on the disk."""
         with suppress(OSError):
             with open(self._counter, "r+b", buffering=0) as counter:
                 fcntl.flock(counter, fcntl.LOCK_EX)

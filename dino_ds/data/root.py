@@ -30,7 +30,7 @@ from dino_ds.errors import ConfigError, DataError
 _MAX_FILES, _MAX_BRACES = 1_000_000, 50
 ENDINGS = (".txt", *ARCHIVES)  # endings of lists and archives
 _SOURCES: dict[str, Any] = {".tar": TarShards, ".parquet": ParquetImages, **dict.fromkeys(HDF5, Hdf5Images)}
-"""The source of several files by their ending: it takes the files, and perhaps a part of them."""
+"""Class of the source by the ending of its files: it takes their paths, and perhaps the name of a part of them."""
 TRAIN_FOLDERS, TEST_FOLDERS = (  # folder names of a dataset's training and test parts
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
     for names in ("train training", "test testing val valid validation")

@@ -61,7 +61,7 @@ class Raster:
     orientation: int = 1  # value of the EXIF tag
     nodata: str | None = None  # number that marks pixels without a value, as GDAL writes it
     pages: int = 1
-    """Pages that are taken as channels, and that the file does not call so: they may be slices of a volume."""
+    """Number of pages taken as channels though the file does not call them so: they may be slices of a volume."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -129,8 +129,8 @@ NPY = Format("NPY", (".npy",), lambda data: data.startswith(b"\x93NUMPY"), _open
 
 
 def _open_tiff(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
-    """Open a file by Pillow if that reads all `wanted` channels (None = all), else its bands: reduced pages and masks
-    aside, the first page, or all gray pages if `wanted` is their number or None."""
+    """Open a file by Pillow if that reads all `wanted` channels (None = all), else by tifffile its bands: the first
+    page, or all pages if they are gray. Reduced pages and masks do not count."""
     if image := _open_by_pillow(data, wanted):
         return image
     import tifffile

@@ -217,7 +217,7 @@ class _Classes:
         self.notes = list[str]()
         self._labels, self._numbers = array("i"), dict[tuple[int, bytes] | None, int]()
         self._lists, self._list_of = dict[tuple[bytes, ...], int](), dict[str, int]()
-        """Numbers of the different classes.txt, () for none; and the number of each folder's."""
+        """Number of each distinct list of names in a classes.txt, () without one; and the number of a folder's list."""
 
     def add(self, folder: str, texts: list[bytes | None]) -> None:
         if folder not in self._list_of and any(text is not None for text in texts):
@@ -268,7 +268,7 @@ def _names_in(folder: str) -> tuple[tuple[bytes, ...], list[str]]:
 
 
 def _is_current(listing: Listing) -> bool:
-    """Whether no shard has changed since it was indexed; of servers that can't tell, none is."""
+    """Whether no shard has changed since it was indexed; a remote shard without a tag counts as changed."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
     if is_url(shards[0]):
         now = find_states([*shards])

@@ -1,9 +1,8 @@
 """Opens a recipe's source of images: the user's files or class, or a dataset by name; holds a part of it out of
 training.
 
-Datasets by name are torchvision's, and patches of the photographs inside the package: 18 (licenses: photos/NOTICE.md),
-whose patches are classes of their own. The left 60 % of each is for training, the right 30 % for testing, so that no
-pixel is in both."""
+Datasets by name are torchvision's, and patches of the 18 photographs inside the package (licenses: photos/NOTICE.md).
+Each photograph is a class. Its left 60 % is for training, its right 30 % for testing, so that no pixel is in both."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
 
 
 def training_images(data: DataSection, share: float) -> Source:
-    """Open the training images of a recipe, without the `share` of them that is held out (eval.val_share); with `draws`
-    and notes on them if they are not drawn equally often. Raises ConfigError, DataError."""
+    """Open the training images of a recipe, without the `share` of them that is held out (eval.val_share). If images
+    are not drawn equally often, the source has `draws`, and notes on these. Raises ConfigError, DataError."""
     if share and (data.mixture or data.balance != "none"):
         other = f"data.{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
         raise ConfigError(f"eval.val_share is for one source whose images are drawn equally often, not for {other}")
@@ -158,8 +157,8 @@ def draws_of_its_own(source: Source) -> list[str]:
 
 def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
     """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
-    whatever is added or removed; returns training images and held-out images. Several names of a file are on the side
-    of the first that is no link. Raises DataError if a side is empty."""
+    whatever is added or removed; returns training images and held-out images. All names of one file are on the side of
+    its first name that is no link. Raises DataError if a side is empty."""
     names = (image_set.name_of(source, i, root) for i in range(len(source)))
     hashes = (hashlib.blake2b(name, digest_size=8, person=b"held out").digest() for name in names)
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))

@@ -29,8 +29,8 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first b
 
 
 class Members:
-    """The images of a shard, a file or an address with its `state` (size and tag), in their order, each with its
-    (offset, size) and its class. kind: ending after the key, such as input.png, of the images to list; None for all.
+    """The images of a shard in order, each with its (offset, size) and its class. state: size and tag if `path` is an
+    address. kind: ending after the key, such as input.png, of the images to list; None for all.
 
     Attributes:
         end: offset of the mark that ends the last archive; None where there is none.
@@ -174,7 +174,7 @@ class IndexedMembers(Members):
 
 
 def index_line(path: Path, name: str) -> str:
-    """The line of a shard in an index: its images as `IndexedMembers` reads it."""
+    """The line of a shard in an index, as `IndexedMembers` reads it."""
     members = Members(str(path), None)
     with path.open("rb") as file:
         images = [
@@ -191,7 +191,7 @@ def _read_at(file: BinaryIO, size: int, offset: int) -> bytes:
 
 
 class _Headers:
-    """A tar of which headers alone are read: one of any length, as it may say of itself, would fill the memory."""
+    """A tar file for reading headers alone. Refuses long ones: a header may claim a length that fills the memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.tell, self.seek, self._read = file.tell, file.seek, file.read

@@ -103,7 +103,7 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_in_place(whole: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> None:
-    """Gather all ranks' shards into each of `whole` (ranks * n,), by one collective; `shards` (n,) are views of it."""
+    """Gather all ranks' `shards` (n,), views of `whole`, into the tensors `whole` (ranks * n,), by one collective."""
     with dist.distributed_c10d._coalescing_manager(group):  # as DeepSpeed does it
         for flat, shard in zip(whole, shards, strict=True) if dist.get_world_size(group) > 1 else ():
             dist.all_gather_into_tensor(flat, shard, group=group)

@@ -37,7 +37,7 @@ class Progress(enum.Enum):
 
 
 class Engine:
-    """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
+    """The student under DeepSpeed: one `engine(crops, drop_keys)`, `backward`, `step` per micro-batch.
 
     Learning rates and weight decays come with each step through `set_groups`.
 
@@ -73,7 +73,7 @@ class Engine:
             state.lay_out_shards(optimizer, self._optimizer, self._name_of, self._shapes)
         optim.norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         self._unsynced = batch_norm.unsynced_statistics(network)
-        parts: dict[str, list[nn.Parameter]] = {}  # those with which parameters are clipped
+        parts: dict[str, list[nn.Parameter]] = {}  # parameters that are clipped by one norm, by name of the part
         if config.stage == 0:
             part_of = {id(p): group["part"] for group in self._optimizer.param_groups for p in group["params"]}
             for _, parameter in trained:
@@ -159,7 +159,7 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last window's gradient before clipping, without prototypes that receive none."""
+        """Global norm of the last window's gradient before clipping, without prototypes that receive no gradient."""
         norm = self._stage0_norm if self.config.stage == 0 else self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -176,7 +176,7 @@ class Engine:
                     flat.master.detach().view(-1)[offset:][: stop - start].copy_(values[name].reshape(-1)[start:stop])
 
     def reset_optimizer_state(self, name: str) -> None:
-        """Give the groups `name` a fresh state of the optimizer: zero moments, step count 0."""
+        """Give the parameter groups called `name` a fresh optimizer state: zero moments, step count 0."""
         for flat in self._flats():
             if flat.group == name:
                 flat.reset()
@@ -200,8 +200,8 @@ class Engine:
         return state.export_state(self._flats(), self._shapes, self.config.stage > 0, self._kind, self._dynamic_state())
 
     def load_state(self, saved: SavedState) -> None:
-        """Restore in place what `state` gave on all ranks, at whatever stage, ranks, precision and offload that was.
-        With the settings of the save, training goes on bit for bit. All ranks must call it. Raises CheckpointError, on
+        """Restore in place what `state` gave on all ranks; ZeRO stage, ranks, precision and offload may differ from the
+        save's. If they do not, training goes on bit for bit. All ranks must call it. Raises CheckpointError, on
         all ranks, for a state of another network or kind of optimizer."""
         parameters = state.import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
         for name in _COUNTERS:

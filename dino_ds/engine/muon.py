@@ -229,8 +229,8 @@ class _Exchange:
     def _swap(
         self, parts: list[Tensor], sent: list[list[Piece]], received: list[list[Piece]], like: Tensor
     ) -> list[Tensor]:
-        """Send `parts`, the values of all pieces in `sent`, and return those of all pieces in `received`: lists by rank
-        of the other side. like: has their dtype and device. A collective."""
+        """Send `parts`, the values of the pieces in `sent`, and return the values of the pieces in `received`; these
+        two list pieces by the other rank. like: a tensor with the values' dtype and device. A collective."""
         if len(sent) == 1:
             return parts
         counts = [[sum(part.stop - part.start for part in pieces) for pieces in way] for way in (sent, received)]
