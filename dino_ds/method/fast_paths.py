@@ -1,6 +1,6 @@
-"""The fast paths of a GPU and their plain forms, which compute the same up to rounding. A card, a driver or a version
-of torch may compute a fast path wrongly, or not at all. The first start on each compares those that the run would use
-with their plain forms, and leaves out what fails."""
+"""The fast paths of a GPU and their plain forms, which compute the same up to rounding. A GPU, driver or version of
+torch may compute a fast path wrongly, or not at all. So the first start with new ones compares the fast paths that the
+run would use with their plain forms, and leaves out those that fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
     build: Callable[[Recipe, PerformanceOptions], Network]
 
     def proof(self, name: str) -> Path:
-        """The file that exists in the user's cache once the fast path has passed on this card, driver and versions."""
+        """The file in the user's cache that exists once `name` has passed on this GPU, for such a run and this code."""
         model, driver = self.recipe.model, Path("/proc/driver/nvidia/version")
         card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         about = [card, driver.read_text() if driver.exists() else "", torch.__version__, hash_code(), name]
@@ -49,8 +49,8 @@ class Case:
 
 
 class FastPath(NamedTuple):
-    """where: what takes it; plain: what takes its place; tolerance: of their relative difference, which `compare`
-    returns."""
+    """where: the fast code and its file, in words; plain: the code in its place; tolerance: the largest relative
+    difference of their results, which `compare` returns."""
 
     name: str
     where: str
@@ -72,8 +72,8 @@ EVERY = "every fast path"
 
 
 def settle(case: Case) -> DsConfig:
-    """Decide which fast paths this process takes; returns the config without the others, and notes on these. Every rank
-    calls it."""
+    """Decide which fast paths this process takes. Returns the config with the others off, and a note on each of those
+    that the run would use. Every rank must call it."""
     problems = dict[str, str]()
     if not case.config.performance.fast_paths:
         problems = {path.name: "dino_ds.fast_paths is false" for path in FAST_PATHS}
@@ -116,7 +116,7 @@ def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> feed.
 
 
 def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
-    """With these fast paths: losses, a teacher's rows, Sinkhorn-Knopp sums, and gradients of heads and two blocks."""
+    """With `taken` fast paths: losses, a teacher's rows, Sinkhorn-Knopp sums, and gradients of heads and two blocks."""
     performance, device, images = _take(case, taken), case.device, case.config.micro_batch
     dtype = process.DTYPES[case.config.precision]
     two_blocks = case.recipe.model.model_copy(update={"depth": 2, "train": "all", "init_from": None})
@@ -133,7 +133,7 @@ def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
         sums = [sums_of_rows(logits, 0.1) for logits in seen.values()]
     comparisons = {}
     for name, logits in seen.items():
-        # An image's crops with the others of the first two; other rows, such as of patches, each with itself.
+        # Each crop is compared with its image's other crops among the first two; a row of patches with itself.
         pairs = len(logits.rows) % images == 0
         like = logits._replace(rows=logits.rows[: 2 * images] if pairs else logits.rows, weight=logits.weight.clone())
         comparisons[name] = Comparison(like, torch.zeros_like(logits.scale), 0.04, 0.1, 1 + pairs, exclude_own=pairs)
@@ -148,7 +148,7 @@ def _results(case: Case, taken: Collection[str]) -> list[Tensor]:
 
 def _compare_results(case: Case, name: str) -> float:
     plain, fast = ([tensor.float() for tensor in _results(case, taken)] for taken in ([], [name]))
-    # Some gradients are zero but for roundings: what is below a hundredth of the whole is measured by that.
+    # Some gradients are zero but for roundings: their errors are relative to a hundredth of the norm of all.
     floor = 0.01 * torch.stack([tensor.norm() for tensor in plain]).norm()
     errors = [(a - b).norm() / b.norm().maximum(floor) for a, b in zip(fast, plain, strict=True)]
     return float(torch.stack(errors).max())

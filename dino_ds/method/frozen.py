@@ -1,7 +1,7 @@
-"""Frozen teachers, which never change, their networks from files, and the terms that compare features with theirs; a
-checkpoint holds only their digests. Source of the distillation of teacher.source: DINOv2 (arXiv 2304.07193), section 5:
-targets from the heads of a frozen larger teacher, for a student without masks or stochastic depth, whose EMA is the
-product. Of features, those of the weights that a run started from too: AM-RADIO (arXiv 2312.06709)."""
+"""Frozen teachers, which never change, and the loss terms that compare the student's features with theirs. Weights
+come from a file; a checkpoint holds only their digest. Source of distilling teacher.source: DINOv2 (arXiv 2304.07193),
+section 5: targets from the heads of a frozen larger teacher, for a student without masks or stochastic depth, whose EMA
+is the product. Of comparing features with those of teacher.source or model.init_from: AM-RADIO (arXiv 2312.06709)."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _DIGEST = "sha256"
 class FrozenTeacher(Teacher):
     """The `network` on the meta device, filled with the tensors of `source` on this process's device. Every rank must
     build it. Raises CheckpointError as `place_frozen`. `about`: source and digest of the tensors, as in a checkpoint's
-    manifest; `notes`: lines about them for the log."""
+    manifest; `notes`: lines about `source` for the log."""
 
     def __init__(self, network: Network, source: FrozenSource, parts: TeacherParts) -> None:
         self.about = {"source": source.path, "digest": place_frozen(network, source, parts.config)}
         super().__init__(network, DTYPES[parts.config.precision])
         self.notes = [*source.notes, *sidecar.notes_on_range(source.range, parts.recipe.data.known_range)]
         self._change, ours = None, Normalization.of(parts.recipe)
-        if source.normalization != ours:  # offset and factor, applied first, from this run's images to the teacher's
+        if source.normalization != ours:  # offset and factor that turn this run's images into the teacher's
             (offset, factor), wanted = ours.offset_and_factor(), source.normalization.offset_and_factor()
             ratio = wanted[1] / factor
             self._change = torch.stack((wanted[0] - offset * ratio, ratio)).to(self._device)
@@ -84,7 +84,7 @@ class FixedTeacher(FrozenTeacher):
 def place_frozen(network: Network, source: FrozenSource, config: DsConfig) -> str:
     """Fill a `network` on the meta device with the tensors of `source`, on this process's device. Matrices are in the
     engine's precision where autocast would cast them to it: results are the same. Every rank must call it. Returns the
-    digest of its tensors. Raises CheckpointError for tensors that do not fit, and if ranks have read different ones."""
+    tensors' digest. Raises CheckpointError for tensors that do not fit, and if ranks have read different ones."""
     dtype = DTYPES[config.precision]
     if rehearsing():
         allocate(network, dtype)
@@ -116,7 +116,7 @@ def meta_network(
     outputs: Sequence[str],
     queries: Mapping[str, Query] = NOTHING,
 ) -> Network:
-    """The network of `source` on the meta device; outputs that `queries` name are its heads', others features."""
+    """The network of `source` on the meta device; outputs named in `queries` come from heads, others are features."""
     options = BackboneOptions(pos_embed_interpolation=source.interpolation, **speed_options(performance))
     asked = {name: query for name, query in queries.items() if name in outputs}
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def allocate(network: Network, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _fill(network: Network, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Give each module its tensors and copy them to the device, matrices in `dtype`: not all are in memory twice."""
+    """Give modules their tensors, moved to the device one by one, matrices in `dtype`: never all in memory twice."""
 
     def place(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -222,7 +222,7 @@ def build_teacher(spec: specs.FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
 
 
 def build_start_teacher(spec: specs.StartSpec, parts: TeacherParts) -> FixedTeacher:
-    """Raises CheckpointError for weights that can't be used, ConfigError if they take another number of channels."""
+    """Teacher with the weights of model.init_from. Raises CheckpointError, or ConfigError for other channels."""
     recipe, weights = parts.recipe, str(parts.recipe.model.init_from)
     with distributed.raise_on_all_ranks():
         if rehearsing():
@@ -270,9 +270,9 @@ def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
 
 
 class FeatureTerm(Term):
-    """Regression to the teacher's features: 1 - cosine, mean over crops and patches. FP32. name: of the output of
-    `head`, a linear layer from the student's `feature` ("cls/GROUP" or "patches/GROUP") to the `width` of the
-    teacher's. Teacher's patches on another grid are resized to the student's grid."""
+    """Regression to the teacher's features: 1 - cosine, mean over crops and patches. FP32. name: that of the
+    output of `head`, a linear layer from the student's `feature` ("cls/GROUP" or "patches/GROUP") to the `width` of the
+    teacher's feature. Teacher's patches on another grid are resized to the student's grid."""
 
     def __init__(self, name: str, feature: str, head: str, width: int) -> None:
         self.needs = Needs((name,), {FROZEN: (feature,)}, {name: Query(head, feature, width)})
@@ -309,7 +309,7 @@ class PreserveTerm(Term):
 
 
 def _distance(features: Output, wanted: Output | None) -> Tensor:
-    """1 - cosine, mean over rows; 0 without `wanted`, with a gradient: ZeRO 3 would repeat an old one."""
+    """1 - cosine, mean over rows; 0 without `wanted`, but with a gradient: without one ZeRO 3 repeats an old one."""
     assert isinstance(features, Tensor)
     with torch.autocast(features.device.type, enabled=False):
         if wanted is None:

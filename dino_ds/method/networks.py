@@ -1,5 +1,5 @@
-"""Builds a recipe's network on the meta device, from which student and teachers are made, its optimizer options, and
-the inputs from which specs build loss terms and teachers."""
+"""Builds a recipe's network, for student and teachers, on the meta device, and its optimizer options. Defines the
+inputs from which specs build loss terms and teachers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _SCHEDULE, _TARGETS, _LOSS, _UPDATE = range(-5, -9, -1)
 
 @dataclass(frozen=True)
 class MicroStep:
-    """The outcome of one micro-batch on this rank: loss and scalars (on the device), and the effect of the step."""
+    """One micro-batch on this rank: loss and scalars (on the device), whether the engine stepped, and the schedule."""
 
     loss: Tensor
     scalars: dict[str, Tensor]

@@ -16,8 +16,8 @@ from dino_ds.models.network import Network, Output
 
 
 class Teacher:
-    """A network that is whole on every rank and never trained; this base class never changes its weights. Args:
-    `network` a module on its device, equal on all ranks; `dtype` of the forward pass (autocast; storage stays)."""
+    """A network that is whole on every rank and never trained; this base class never changes its weights. network: on
+    its device, with equal weights on all ranks; dtype: autocast's in forward passes, while weights keep their own."""
 
     def __init__(self, network: Network, dtype: torch.dtype = torch.float32) -> None:
         self.network = network.eval().requires_grad_(False)
@@ -61,7 +61,7 @@ class Teacher:
 
     @property
     def backbone(self) -> Backbone:
-        """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
+        """The backbone with the newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
         return self.network.backbone
 
     @contextmanager

@@ -37,8 +37,8 @@ class QueryKeyValue(nn.Linear):
 class _PerSize(torch.autograd.Function):
     """Projections (tokens, parts * d) -> for each size its `parts` matrices (sequences, heads, tokens, c), all views.
     The backward pass writes each gradient once, into one matrix. Autograd would stack the gradients of keys and values,
-    copy them into the order of the tokens, and concatenate sizes and queries in two more passes. parts: numbers of
-    (rotated, all). With `tables`, RoPE's for each size, the first parts are rotated during a copy."""
+    copy them into the order of the tokens, and concatenate sizes and queries in two more passes. parts: (number
+    of rotated matrices, of all). With `tables`, RoPE's for each size, the first ones are rotated during a copy."""
 
     @staticmethod
     def forward(

@@ -30,7 +30,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})  # a mapping without entries, 
 class Backbone(nn.Module, ABC):
     """A network that turns crops into features; the engine, the teachers and the exports know nothing else about it.
     `spec` is what the rest of the program knows without building it. The constructor takes (spec, side of the native
-    crop in pixels, `dino_ds.models.specs.backbones.BackboneOptions`). A module that owns buffers must set their values
+    crop in pixels, `dino_ds.models.specs.base.BackboneOptions`). A module that owns buffers must set their values
     in `reset_parameters` (or torch's `reset_running_stats`), as networks are built on the meta device, unless the class
     has `drawn`. Buffers must be equal on all ranks: a buffer that a forward pass changes has to be reduced there
     (`dino_ds.models.batch_norm` does). `training_only`: parameters of no use for features: teacher.safetensors leaves
@@ -53,9 +53,9 @@ class Backbone(nn.Module, ABC):
     ) -> dict[str, Tensor]:
         """Crops by group -> features by name, all crops in one pass. "cls": (v * b, d), crop-major, groups in order;
         for each group named in `patches`, "patches/GROUP": (v_g * b, (h / stride) * (w / stride), d), row by row.
-        drop_keys (b,) int64: one key per image, from which the stochastic depth of its crops follows; None for none
-        (teachers, evaluation). masks: by group which patches are hidden, (v_g * b, patches of a crop) bool. step_key:
-        one key for random choices that all images of a step share, or None outside training."""
+        drop_keys (b,) int64: one key per image, from which the stochastic depth of its crops follows; None turns it
+        off (teachers, evaluation). masks: by group, which patches are hidden, (v_g * b, patches of a crop) bool.
+        step_key: one key for random choices that all images of a step share, or None outside training."""
 
     @abstractmethod
     def segments(self) -> Sequence[nn.Module]:
@@ -80,8 +80,8 @@ class Backbone(nn.Module, ABC):
         return height // self.spec.stride, width // self.spec.stride
 
     def layers(self) -> dict[str, int]:
-        """The layer of every parameter, by name, for layer-wise decay of learning rates. i + 1 in segment i; one more
-        than the last after all segments; elsewhere that of the segment before, or 0."""
+        """The layer number of every parameter, by name, for layer-wise decay of learning rates. It is i + 1 in segment
+        i, one more than the last segment's after all segments, and elsewhere that of the segment before, or 0."""
         segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
         layers, before = {}, 0
         for name, parameter in self.named_parameters():
@@ -140,7 +140,7 @@ def resized_patches(patches: Tensor, count: int) -> Tensor:
 
 def is_cast(module: nn.Module) -> bool:
     """Whether autocast casts all weights that a module owns, so that results with a low-precision copy are the same."""
-    # timm's convolutions that standardize their weights do so in FP32. Code is compared: segments copy their forward.
+    # timm's convolutions that standardize their weights do so in FP32. Code is compared: a segment's forward is a copy.
     code = getattr(type(module).forward, "__code__", None)
     plain = code in (nn.Linear.forward.__code__, nn.Conv2d.forward.__code__)
     return plain or (isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).__module__.startswith("dino_ds."))
@@ -158,7 +158,7 @@ def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
     facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
-            # For its random numbers: its weights are drawn below.
+            # Only to draw as many random numbers as a constructor: the weights are drawn below.
             nn.Linear(module.in_features, module.out_features, module.bias is not None)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             _fill(module, reset, placer)

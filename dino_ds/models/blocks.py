@@ -265,7 +265,7 @@ class GatedMlp(nn.Module):
 
 class ActivatedLinear(nn.Linear):
     """linear(GELU(x)) or linear(SwiGLU(x)) that keeps only x for the backward pass and recomputes the activation there.
-    It saves an eighth of a block's tensors, for one more pass over x. torch.compile decides for itself."""
+    This saves an eighth of a block's tensors, for one more pass over x. torch.compile itself decides what to keep."""
 
     def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
         super().__init__(n_in, n_out)

@@ -62,7 +62,7 @@ class Kept:
     rows: indices of all their tokens in the matrix of all sequences.
     packing: of `rows`; selection: among `rows`, if the block returns selected rows alone.
     places: indices, in the block's result, of the rows that the block returns for these sequences.
-    scales: (rows, 1), for each of `places` sequences of its size / kept ones, which keeps the expected sum.
+    scales: (rows, 1), for each of `places`: sequences of its size / kept sequences, so that the expected sum stays.
     inverse: for each row of the result its index in `places`, or -1; None unless functions are fused on a GPU.
     """
 
@@ -98,7 +98,7 @@ def kept_sequences(
     blocks: list[list[Kept]] = []
     for kept, equal in itertools.groupby(range(len(draws)), counts.__getitem__):
         sizes = [(n, tokens) for n, (_, tokens) in zip(kept, packing.groups, strict=True)]
-        among = list(equal)  # blocks of equal rates share what follows
+        among = list(equal)  # blocks with equal counts share what follows
         packed, scales = made.of(("kept", *sizes, packing.groups, device), functools.partial(_kept, sizes, packing))
         read = _first(rows, kept, slice(among[0], among[-1] + 1))
         back = _inverse(read, packing)
@@ -154,7 +154,7 @@ def _first(rows: list[Tensor], counts: list[int], blocks: slice) -> Tensor:
 
 
 def _scales(whole: Packing, kept: Packing) -> Tensor:
-    """Number of sequences of a size / kept ones, for each kept row, (rows, 1) FP32."""
+    """For each row of `kept`, (rows, 1) FP32: number of sequences of its size in `whole` / number of kept ones."""
     rows = [((n * tokens, 1), count / n) for (count, _), (n, tokens) in zip(whole.groups, kept.groups, strict=True)]
     return torch.cat([whole.bounds.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])
 
@@ -175,7 +175,7 @@ class LayerScale(nn.Module):
 
 def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | Kept | None) -> Tensor:
     """Add `branch`, times gamma (d,) if given, to x (rows, d). drop: stochastic depth: None, or a scale for each row of
-    the branch (rows, 1), or the sequences whose branch was computed, with scales that make up for others."""
+    the branch (rows, 1), or the sequences whose branch was computed, with scales that make up for the others."""
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
         return _FusedAdd.apply(x, branch, gamma, scales, places)
@@ -189,7 +189,7 @@ def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | K
 
 
 class _Add(torch.autograd.Function):
-    """Products with FP32 scales are rounded once, in the pass that computes them."""
+    """`add_branch` for `Kept` sequences: products with FP32 scales are rounded once, in the pass that computes them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, places: Tensor, scales: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class ForeignBackbone(Backbone):
 
 
 class KeyedDropPath(nn.Module):
-    """Drops the residual branch of the images whose draw, in `draws` (b,), is below the rate; of none if it is None."""
+    """Drops the residual branch of images whose draw in `draws` (b,) is below the rate; of none if `draws` is None."""
 
     def __init__(self, rate: float, scaled: bool) -> None:
         super().__init__()

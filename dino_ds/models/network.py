@@ -31,7 +31,7 @@ class Network(nn.Module):
     "cls/global"; or the features of a group's hidden patches, such as "masked/global".
 
     Args:
-        heads: modules by name; the names of their parameters begin with it.
+        heads: modules by name; the names of a head's parameters begin with the head's.
         queries: head and input of each output, by the output's name.
         features: names of the features that are outputs themselves.
         freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.
@@ -105,7 +105,7 @@ class Network(nn.Module):
                 prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
-        """Make the backbone's gradients exactly zero, if frozen: every ZeRO stage still gets one for each parameter."""
+        """Make the backbone's gradients exactly zero if frozen, not None: every ZeRO stage still gets them."""
         self._backbone_frozen = frozen
 
 

@@ -58,7 +58,7 @@ class Packing:
         return self.bounds[:-1]
 
     def first_and_last(self, kept: Sequence[int]) -> Selection:
-        """Select each sequence's first token and last tokens, `kept` in total by size: 1 is the CLS token alone."""
+        """Select each sequence's first and last tokens. kept: their number, for each size; 1: the CLS token alone."""
         parts, first, device = [], 0, self.bounds.device
         if set(kept) == {1}:
             bounds = torch.arange(len(self.bounds), dtype=torch.int32, device=device)

@@ -18,7 +18,7 @@ from dino_ds.models.base import init_weights
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.fused import fused, fuses, log_sum_exp
 
-# Bytes of the logits in one tile; "fused": on a GPU by functions that need no further scratch.
+# Bytes of the logits in one tile; "fused": on a GPU, with functions that need no further scratch.
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 512 * 2**20}
 # Bytes of a tile that are processed at a time, by all passes: what a CPU's caches hold. A GPU processes whole tiles.
 _PART = {"cpu": 2**20}
@@ -85,7 +85,7 @@ class Prototypes(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # The reference leaves the layer to torch's default for Linear, but for free prototypes. Only directions count,
+        # The references take torch's default for Linear, except for free prototypes. Of others only directions count,
         # but the length of the rows sets how far one step of Adam turns them.
         bound = self.weight.shape[1] ** -0.5
         nn.init.trunc_normal_(self.weight, std=0.02) if self.free else nn.init.uniform_(self.weight, -bound, bound)
@@ -130,7 +130,7 @@ class Logits(NamedTuple):
         """Compute `rows` (r, c) @ weight.T, without scale, in the first rows of `scratch`, and return these."""
         out = scratch[: len(rows)]
         with torch.autocast(rows.device.type, enabled=False), tf32(self.low):
-            # A rehearsal counts the same whole: with a million prototypes it would take minutes in blocks.
+            # A rehearsal multiplies all at once, and counts the same: a million prototypes in blocks take minutes.
             block = _CPU_BLOCK if rows.device.type == "cpu" and not rehearsing() else len(self.weight)
             for start in range(0, len(self.weight), block):
                 torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
@@ -358,8 +358,8 @@ class _Tiles:
 
 
 def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
-    """Yields (student crops, sums of their targets: (n, k) for all or (crops, n, k) for each, number of targets a sum).
-    `targets` (g, n, k) is overwritten."""
+    """Yields (student crops, sums of their targets: (n, k) for all or (crops, n, k) for each, number of targets in
+    a sum). `targets` (g, n, k) is overwritten if `exclude_own`."""
     g = len(targets)
     total = targets.sum(dim=0) if g > 1 else targets[0]
     if exclude_own:
@@ -410,7 +410,7 @@ def _compare(
 
 @fused(kernels=1, weight=2)
 def _turned(grad_weight: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of prototypes of which only directions count, and the whole one's dot products with them, (k, 1)."""
+    """The gradient of prototypes whose directions alone count; the whole gradient's dot products with them (k, 1)."""
     w, whole = weight.float(), grad_weight * grad
     along = (whole * w).sum(dim=-1, keepdim=True)
     turned = torch.addcmul(whole, w, along * inverse.square().unsqueeze(-1), value=-1)

@@ -72,8 +72,8 @@ _ADAPTED: dict[type, type] = {
 
 
 def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
-    """Give `backbone` its adapters if `part` has some, and freeze other weights. Raises ConfigError if it has no such
-    part."""
+    """Give `backbone` the adapters of `part`, if any, and freeze weights outside `part`. Raises ConfigError if the
+    backbone can't train `part`."""
     if part.kind == ALL:
         return
     name = backbone.spec.title
@@ -161,7 +161,7 @@ class TrainedPlacer:
 
 
 def keep_values(module: nn.Module) -> None:
-    """Store the values of the frozen weights that `module` itself owns as `fp32_value`, which stays FP32 when cast."""
+    """Store the frozen weights that `module` itself owns as their `fp32_value`, which stays FP32 if these are cast."""
     for parameter in _frozen_in(module):
         parameter.fp32_value = parameter.data
 

@@ -242,8 +242,8 @@ class VisionTransformer(Backbone):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Crops of one size: images (b, c, h, w), mask of hidden patches (b, n) bool or None, kept tokens of each image.
-    sequences: number of crops by group; tables: RoPE's, one for each block."""
+    """Crops of one size: images (b, c, h, w), mask of hidden patches (b, n) bool or None. kept: tokens of an image
+    whose features are returned; sequences: number of crops by group; tables: RoPE's, one for each block."""
 
     images: Tensor
     mask: Tensor | None

@@ -186,7 +186,7 @@ FIRST_DAY = {
 }
 GROUPS = ("train", "look", "evaluate", "export", "measure", "cluster")  # headings of commands, in the order of help
 FIRST_OPTIONS = ("config", "run_dir", "resume", "max_steps", "ds_config")
-FIRST_KEYS = (  # of the recipe, that a new user needs first: the short page shows only these
+FIRST_KEYS = (  # keys of the recipe that a new user needs first: the short page shows only these
     *("data.root", "data.source", "data.global_batch", "length", "optimizer.lr", "crops.global_size"),
     *("model.backbone", "model.init_from", "eval.root", "save_every"),
 )

@@ -138,7 +138,7 @@ class TeacherSpec:
 
     @staticmethod
     def in_recipe(recipe: RecipeSections) -> list[TeacherSpec]:
-        """The recipe's teachers of this kind, if it is one of ours; a user's are in teacher.others."""
+        """The recipe's teachers of this kind, for our kinds; `own_teachers` finds those in teacher.others."""
         return []
 
     @staticmethod
@@ -178,5 +178,5 @@ class TeacherSpec:
 
     def build_teacher(self, parts: Any) -> Any:
         """Build the `dino_ds.method.teacher.Teacher` on this process's device from a
-        `dino_ds.method.networks.TeacherParts`; every rank must call this. As `TermSpec.build`."""
+        `dino_ds.method.networks.TeacherParts`; every rank must call this. A user's class has one."""
         raise NotImplementedError

@@ -95,7 +95,7 @@ def counted_from(text: str, step: int) -> str:
 
 
 def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any:
-    """Make the dataclass that `spec` is or names, with `values`. Raises ConfigError, one line for each bad value."""
+    """Make an instance of the class that `spec` is or names. Raises ConfigError, one line for each bad value."""
     if isinstance(spec, str):
 
         def fits(value: object) -> bool:

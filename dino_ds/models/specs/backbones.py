@@ -65,13 +65,13 @@ class ViTSpec(BackboneSpec):
     """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size. `mlp_ratio` is timm's: SwiGLU's
     packed first layer has `int(width * mlp_ratio)` outputs, gate and value together. `layer_scale` is the initial value
     of LayerScale, None for none. `rope`: rotary positions (DINOv3) instead of learned ones, with coordinates normalized
-    by each side ("separate") or the larger or smaller one ("max", "min"), and periods from 1 to `rope_base`, or between
-    the two periods given. `qkv_bias`, with RoPE, is a bias of queries and values; keys have none. `rms_norm` replaces
-    LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training the CLS token of local
-    crops has another one. With `registers` tokens (after the CLS token) the position embedding covers the patches only:
-    timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name for, is the timm model
-    that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; other projects' weights may have
-    another."""
+    by each side ("separate") or the larger or smaller one ("max", "min"), and periods from 1 to `rope_base`, or from
+    `rope_min_period` to `rope_max_period`. `qkv_bias`, with RoPE, is a bias of queries and values; keys have none.
+    `rms_norm` replaces LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training the
+    CLS token of local crops has another. With `registers` tokens (after the CLS token) the position embedding covers
+    the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name for, is
+    the timm model that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; other projects' weights
+    may have another."""
 
     told_by_tensors: ClassVar[bool] = True
     title = "Vision Transformer"
@@ -202,7 +202,7 @@ VITS: dict[str, ViTSpec] = {
     # Web-SSL's ViT-3B (facebookresearch/webssl, vit_3b): DINOv2's block, wider and not as deep.
     "vit_3b_patch14_webssl": replace(_GIANT, width=3072, depth=26, heads=24, timm="vit_giant_patch14_dinov2"),
     # DINOv3's 7B (timm's vit_7b_patch16_dinov3) in width, depth, heads, MLP (8192) and registers. Not its weights:
-    # positions are learned here and rotary there, and its queries, keys and values have no bias.
+    # positions are learned here and rotary there, where queries, keys and values have no bias.
     "vit_7b_patch16_reg4": replace(
         _GIANT, patch_size=16, width=4096, heads=32, mlp_ratio=4.0, registers=4, timm="vit_giant_patch14_reg4_dinov2"
     ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 class BackboneSpec:
     """Description of a backbone without building it: the base of a frozen dataclass of plain numbers. One class for
     each kind of backbone. The rest of the program never asks which kind it has: it asks the questions below, whose
-    answers here are those of a network without special features. `dino_ds.models.foreign` knows the kind's class.
+    answers here are those of a network without special features. `dino_ds.models.foreign` maps kinds to networks.
     `obeys` names the options of a recipe's section `model` and of a ds config's section `dino_ds` that change the
     network; `told_by_tensors`: whether names and shapes of its tensors identify it."""
 
@@ -90,7 +90,7 @@ class BackboneSpec:
 @dataclass(frozen=True)
 class BackboneOptions:
     """Options that a recipe and a ds config give to a backbone; `attention` to `cls_only_last_block` change speed only.
-    Most have the names of options in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: a learned
+    Most have the names of keys in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: a learned
     token replaces hidden patches; `packed` False runs one pass per size; `cls_only_last_block` False computes the last
     block for all tokens; `channels_last` None turns this layout on for GPUs, whose tensor cores need it."""
 
