@@ -52,11 +52,11 @@ def train(
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
     Args:
-        ds: the ds JSON that the request names, or the one for machines without GPUs, with the request's keys.
+        ds: the ds JSON that the request names, or the one for machines without GPUs, with the keys the request sets.
         ds_path: where `ds` was read.
         request: what the user has typed.
-        caller: the program that outlives the run, if it is not a command. A stop on request then raises SystemExit,
-            whose cause is Stopped.
+        caller: callbacks of the Python program that outlives the run; None for a command. With a caller, a stop on
+            request raises SystemExit, whose cause is Stopped.
 
     Raises UserError for what the user can fix; errors that are found before the first step leave no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.

@@ -91,20 +91,20 @@ class Beginning:
     Attributes:
         resumed: checkpoint of this run.
         previous: checkpoint of the previous stage.
-        continues: whether the stage takes over the whole training state, else the teacher's weights.
+        continues: whether the stage takes over the whole training state; if not, the teacher's weights alone.
         images_changed: whether the stage trains on other images than the previous one.
         notes: lines for the log.
     """
 
     resumed: SavedCheckpoint | None = None
     previous: SavedCheckpoint | None = None
-    continues: bool = False  # whether the stage takes over the whole training state, else the teacher's weights
+    continues: bool = False
     images_changed: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
     def weights(self) -> tuple[str, layouts.Weights] | None:
-        """The name and weights that the network is built with; None unless a stage takes over the weights alone."""
+        """The previous stage's checkpoint, and its teacher's weights; None unless the stage takes over these alone."""
         if self.previous is None or self.continues:
             return None
         return str(self.previous.folder), read.teacher_weights(self.previous)
@@ -119,7 +119,7 @@ class Beginning:
     def load(self, saver: Saver) -> list[str]:
         """Load the checkpoint into the parts of the run, once they are built; returns lines for the log.
         A stage that does not continue loads the objective's running statistics alone. Tensors that the checkpoint lacks
-        keep their initial values, and are named; so does a teacher that becomes a copy of another one now or later."""
+        keep their initial values (a line names them), as does a teacher that is yet to be replaced by a copy."""
         if self.resumed is not None:
             saver.restore(self.resumed, self.resumed.whole())
             saver.saved_step = self.resumed.manifest.step
@@ -141,9 +141,8 @@ class Beginning:
 
 
 def choose_beginning(folder: RunFolder, checkpoints: Checkpoints, options: TrainOptions, request: Request) -> Beginning:
-    """Choose the checkpoint of a start in `folder`, on every rank. For a new stage, set the folder's `origin`, and let
-    its recipe count steps from there. Raises ConfigError or CheckpointError without a checkpoint, or for one of another
-    network."""
+    """Choose a start's checkpoint, on every rank. For a new stage, set `folder.origin`, and let the folder's recipe
+    count from there. Raises ConfigError or CheckpointError without a checkpoint, or for one of another network."""
     if folder.resume:
         choice = checkpoints.choose(folder.wanted_step, folder.run_id, folder.check)
         if choice.saved is not None:
@@ -253,7 +252,7 @@ def announce(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
     few = few_images(run.options.images, own_steps * batch, data.advise_command)
     shown += [f"warning  {text}" for text in (*few, *alone, *slow_teachers(recipe, steps))]
     texts = [*notes, *balanced]
-    room = max(0, 9 - len(shown))  # lines on the screen before that about the run folder
+    room = max(0, 9 - len(shown))  # notes that the screen shows above the line about the run folder
     hidden = len(texts) - room
     more = "" if hidden <= 0 else f"{hidden} more note{'s' if hidden > 1 else ''} and "
     product = f"{batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks {given_batch[2]}"
@@ -310,7 +309,7 @@ def _summary(run: Run, folder: RunFolder, chosen: ChosenDsConfig, request: Reque
 
 
 def few_images(images: int, shown: int, advise: str = "dino-ds advise") -> list[str]:
-    """Warnings about few `images`, and about images shown too often; shown: images of all steps; advise: a command."""
+    """Warnings about few `images`, and many passes over them. shown: images of all steps; advise: command to name."""
     most = fields.MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): what else to do: {advise}"
     often = f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises "

@@ -108,7 +108,7 @@ class FolderLock:
 
 @dataclass
 class MemoryGuard:
-    """Turns this rank's allocator errors into OutOfMemory, with advice for `run`: its settings, and predicted GiB."""
+    """Turns this rank's allocator errors into OutOfMemory, with advice from `run`: recipe, ds config, predicted GiB."""
 
     beat: Beat
     run: tuple[Recipe, DsConfig, float | None] | None = None
@@ -159,15 +159,15 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
 
 class StopRequests:
     """A `with` block in which the first signal asks for a stop, and a second one ends the process at once.
-    Before `install` there is nothing to save: the first signal ends the process. `nothing_to_save` (reason) and
-    `at_once` (exit code, message) are called before the process ends so. A thread does this, woken by Python's handler
-    in C, so that it works while the main thread waits in a collective."""
+    Before `install` there is nothing to save: the first signal calls `nothing_to_save` (reason) and ends the process.
+    After it, the second signal calls `at_once` (exit code, message) and ends it. A thread handles the signals, woken by
+    Python's C handler, so that they act while the main thread waits in a collective."""
 
     def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
         self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
         self._signal, self._first_at = "", 0.0
         self._ask: Callable[[], None] | None = None
-        self.over = False  # once everything is saved: later signals, as a launcher's SIGTERMs, are ignored
+        self.over = False  # True once everything is saved: signals, such as a launcher's SIGTERM, are then ignored
         self._handlers: dict[signal.Signals, Any] = {}
         self._name = f"dino_ds stop {next(_numbers)}"
 
@@ -258,7 +258,7 @@ Callback = Callable[[int, dict[str, Any]], object]  # called with a step and its
 
 
 class Caller:
-    """The program's callbacks. An `error` that one of them raises makes the run stop and save."""
+    """Callbacks of the program that started the run. An `error` that one of them raises makes the run stop and save."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.error: Exception | SystemExit | None = None
@@ -279,7 +279,7 @@ class Caller:
                 self.stop.request(f"{type(error).__name__} of a callback")
 
     def detach(self) -> None:
-        """Free the run's memory: a callback's error would keep it by the frames of the run that called the callback."""
+        """Free the run's memory, which a callback's error would keep: its traceback holds the frames of the run."""
         if self.error is not None and self.error.__traceback__ is not None:
             for frame, _ in traceback.walk_stack(self.error.__traceback__.tb_frame):
                 with suppress(RuntimeError):  # the frame is still running

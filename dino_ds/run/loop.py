@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Trained(NamedTuple):
-    """A micro-batch of this rank: its step, its images' names, `constant_images` and `part_shares`."""
+    """A micro-batch of this rank: its MicroStep, its images' names, results of `constant_images` and `part_shares`."""
 
     step: MicroStep
     names: Sequence[str]
@@ -53,7 +53,7 @@ class Loop:
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
         done, at_start, evaluations = step.applied_steps, self._saver.saved_step == 0, run.evaluations
-        # The weights that training begins with, or those of a resumed step whose evaluation was interrupted.
+        # Evaluate the weights that training begins with, or a resumed step whose evaluation was interrupted.
         if evaluations is not None and (done == 0 or evaluations.missed(done, at_start)):
             if not self._run_now(evaluations, at_start):
                 self._end_early()
@@ -96,7 +96,7 @@ class Loop:
         if progress is engine.Progress.ACCUMULATING:
             return
         window, self._window = self._window, []
-        self._beat.warm = True  # the limits of a process that has warmed up apply
+        self._beat.warm = True  # ends the longer time limits of start-up and the first step
         if progress is not engine.Progress.SKIPPED:
             self._after_step(window)
             return
@@ -240,7 +240,7 @@ class Reports:
             detail = len(seen) > 5  # log.txt names them all
             self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", detail, name=name))
         position, fraction = run.state.position, run.options.max_bad_fraction
-        drawn = run.options.images if position.epoch else position.samples  # after an epoch, those it left out too
+        drawn = run.options.images if position.epoch else position.samples  # after an epoch, left-out ones count too
         limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(seen) > limit:
             self._log.info(*self._saver.saving.finish())
@@ -289,8 +289,8 @@ class Reports:
             self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
 
     def foretell(self) -> None:
-        """Say once, 5 seconds after the first step, how long the run will take, if that is a minute or more, and how to
-        train for a quarter of it. Until then call this after each step."""
+        """Log once, 5 seconds after the first step, how long the rest of the run takes, if that is over a minute, and
+        how to train for a quarter of a whole run. Call this after each step."""
         run, done, now = self._run, self._run.step.applied_steps, time.monotonic()
         self._after_first = self._after_first or (now, done)  # the first step takes longer than others
         seconds, steps = now - self._after_first[0], done - self._after_first[1]
@@ -377,7 +377,7 @@ class Reports:
 
 def constant_images(crops: list[Tensor]) -> Tensor:
     """Mark the images that have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
-    Of a grid of 32 x 32 pixels, a range of 1e-3 standard deviations counts as one color; an 8-bit level is 17e-3."""
+    A coarse grid of pixels is one color if its normalized values differ by < 1e-3; 8-bit levels differ by 17e-3."""
     steps = [max(1, crop.shape[-1] // 32) for crop in crops]
     grids = [crop[:, :, ::step, ::step] for crop, step in zip(crops, steps, strict=True)]
     return torch.stack([(seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < 1e-3 for seen in grids]).all(0)
@@ -392,10 +392,9 @@ def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
     """Return how many unreadable images are allowed among the first `sampled` different ones of `images`.
     Images come in random order, so this is the expected number in data with exactly `fraction` of unreadable images,
-    plus 4 standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is
-    ceil(fraction * images) once all images were seen. Data twice as bad as allowed is detected after about 16 /
-    fraction images, a folder without readable images at once; one bad file among the first stops no run unless
-    `fraction` is 0."""
+    plus 4 standard deviations (hypergeometric, with p in place of p (1 - p)), rounded up. It is ceil(fraction * images)
+    once all images were seen. Data twice as bad as allowed is detected after about 16 / fraction images, a folder
+    without readable images at once; one bad file among the first stops no run unless `fraction` is 0."""
     sampled = min(sampled, images)
     expected = fraction * sampled
     return math.ceil(expected + 4.0 * math.sqrt(expected * (1 - sampled / images)))

@@ -1,6 +1,6 @@
-"""Measures and writes the metrics of a run, and its log: metrics.jsonl, TensorBoard, log.txt, the console, and Weights
-& Biases and trackio, as far as the ds JSON enables them; and the alarms that metrics raise. Only rank 0 writes; every
-rank may call everything.
+"""The metrics of a run, its log, and the alarms that metrics raise. They go to metrics.jsonl, TensorBoard, log.txt,
+events.jsonl and the console, and to Weights & Biases and trackio where the ds JSON enables these. Only rank 0 writes;
+every rank may call everything.
 
 DeepSpeed does not get the sections of these loggers: its engine would synchronize the device in every step to write its
 loss."""
@@ -83,9 +83,9 @@ class Logger(NamedTuple):
 
 
 class RunLog:
-    """Writes the growing files of a run folder, and the console, with details if `verbose`.
-    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` get the numbers
-    too; one that fails is dropped. `tell` is called with every line of metrics.jsonl."""
+    """Writes the growing files of a run folder, and to the console, which shows details if `verbose`.
+    On a resume at `step`, later steps, to be written again, are removed from metrics.jsonl and TensorBoard. `loggers`
+    get the metrics too; a logger that fails is dropped. `tell` is called with every line of metrics.jsonl."""
 
     def __init__(
         self,
@@ -216,8 +216,8 @@ def _keep_lines_until(path: Path, step: int) -> None:
 
 
 def open_loggers(ds: Mapping[str, Any], run_dir: Path, run_id: str) -> tuple[list[Logger], list[str]]:
-    """Open the loggers that a ds config enables, on rank 0 only, and return warnings, as for a trackio server that
-    can't be reached. Raises ConfigError for a package that is not installed, and for W&B if it does not start."""
+    """Open the loggers that a ds config enables, on rank 0; returns them and warnings, such as for a trackio server
+    that can't be reached. Raises ConfigError for a package that is not installed, and for W&B if it does not start."""
     loggers, warnings = list[Logger](), list[str]()
     for name, opener in zip(LOGGERS, (_open_wandb, _open_trackio), strict=True):
         if distributed.rank() != 0 or not ds.get(name, {}).get("enabled"):
@@ -286,7 +286,7 @@ class _Alarm:
         self.on = False
 
     def _report(self, step: int, kind: str, symptom: str) -> str:
-        """Count a line of metrics with a symptom of this kind; returns the line of an alarm that starts, else ""."""
+        """Count a line of metrics with a symptom of this kind; returns the alarm's line when it starts, else ""."""
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
         self._kind, was_on = kind, self.on
         self.on = bool(kind) and (was_on or self._windows >= WINDOWS)
@@ -296,9 +296,9 @@ class _Alarm:
 class CollapseAlarm(_Alarm):
     """Checks the entropy and the KL of targets over prototypes in each line of metrics.
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
-    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). These are
-    normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp a constant output shows as them. rows:
-    what has one target each, an image or a patch."""
+    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
+    targets are normal before the end of the learning rate's warm-up; with Sinkhorn-Knopp they are what a constant
+    output leads to. rows: what has a target of its own, an image or a patch."""
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image") -> None:
         super().__init__()
@@ -333,8 +333,8 @@ class SpreadAlarm(_Alarm):
 
 
 FAR = 0.1
-"""Distance of features to the start's above which it is being lost: runs of recipe continue stayed below 0.02, without
-its weight on this distance 0.14 was reached, where ridge was below the start (docs/notes/continue.md)."""
+"""Distance of features to the start's, above which what the start knew is being lost. Runs of recipe continue stayed
+below 0.02; without objective.preserve_weight they reached 0.14 and a worse ridge result (docs/notes/continue.md)."""
 
 
 @dataclass

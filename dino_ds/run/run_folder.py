@@ -1,6 +1,6 @@
-"""The run folder: whether a start may begin or continue there, with the same images and settings as its checkpoint and
-on all ranks alike; and its files, with the newest teacher (teacher.*), the best one by a metric (best_teacher.*), and
-versions, machine and the command line of each start (environment.json)."""
+"""The run folder: checks that a start may begin or continue there, on all ranks alike, with the images and settings of
+the checkpoint; and writes its files, such as the newest teacher (teacher.*), the best one by a metric (best_teacher.*),
+and versions, machine and the command line of each start (environment.json)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from dino_ds.method.specs.own import code_of
 from dino_ds.models.trained import merged
 from dino_ds.weights.sidecar import about_teacher, open_checkpoint, read_sidecar, write_with_sidecar
 
-_IMAGES = "images"  # their name in --allow_change
+_IMAGES = "images"  # the name of images in --allow_change
 _FILES = (
     *("config.yaml", "ds_config.json", stages.ENVIRONMENT, "metrics.jsonl", "log.txt", "events.jsonl"),
     *("teacher.safetensors", "teacher.json", BEST_TEACHER, "best_teacher.json", "evaluations.json"),
@@ -107,9 +107,8 @@ class TeacherFiles:
     distilled: dict[str, Any] | None
 
     def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None:
-        """Write the backbone after `step` steps to teacher.safetensors, in FP32, under timm's names, with adapters
-        merged, and to teacher.json how it was made; to best_teacher.* if `best`, the facts of the best teacher, is
-        given. Raises OSError."""
+        """Write the backbone after `step` steps (FP32, timm's names, adapters merged) to teacher.safetensors, and how
+        it was made to teacher.json; with `best`, the facts of the best teacher, to best_teacher.*. Raises OSError."""
         facts, name = about_teacher(self.recipe, self.distilled, step, versions()), "teacher.safetensors"
         if best is not None:
             facts["best"], name = {key: best[key] for key in ("metric", "value", "start")}, BEST_TEACHER
@@ -207,8 +206,8 @@ class RunFolder:
         return stages.changed_settings(before, self._learned(), self.began_in)
 
     def check(self, saved: Manifest) -> None:
-        """Raises CheckpointError, naming every difference, where resuming would learn something else: by settings, by
-        the number of steps of lengths in epochs, or by images that are balanced differently."""
+        """Raises CheckpointError, naming the differences, where resuming would learn something else: settings differ,
+        lengths in epochs are other numbers of steps, or images are balanced by other groups."""
         changed = self.changed(saved)
         if optimizer := changed.get("optimizer.kind"):
             said = f"{optimizer} since step {saved.step}, whose moments are of no use to another optimizer"
@@ -268,8 +267,7 @@ class RunFolder:
 
     def last_step(self, epoch_steps: int, max_steps: int | None, done: int) -> int:
         """The step at which training ends, after at most `max_steps` steps from the first one of the run or stage.
-        Raises ConfigError for a stage that would end before its first step, and for a run that is beyond its last, by
-        `done` steps."""
+        Raises ConfigError for a stage that would end before its first step, and where more steps are `done` already."""
         last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
         if self.origin and last <= self.first_step:
             problem = f"{self.origin.run} has done {self.first_step} steps, and length {self.recipe.length} ends at"
@@ -284,7 +282,7 @@ class RunFolder:
 
 def check_place(path: Path) -> None:
     """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or holds a broken link or
-    another kind of file in the place of a run's. Without a disk behind its link a run would start anew."""
+    another kind of file in the place of a run's. Ignoring a link to a missing disk would start the run anew."""
     for name in (*_FILES, *_FOLDERS):
         entry = path / name
         if entry.is_symlink() and not entry.exists():
@@ -337,8 +335,8 @@ def versions() -> dict[str, str]:
 
 
 def _describe_environment(run_dir: Path) -> dict[str, Any]:
-    """The contents of environment.json on the machine and the starts; the last of its "starts" is this one, whose
-    "launcher" is "" without a launcher, or for an unknown one."""
+    """The part of environment.json on versions, the machine and the run's "starts", of which this one is the last.
+    "launcher" is "" for none, or an unknown one."""
     cuda = torch.cuda.is_available()
     this_start = {
         "time": beat.now(),

@@ -80,7 +80,7 @@ def stated_spec(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Back
 
 
 def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for `numbers`, the fields of a spec with `arguments`, that no run writes."""
+    """Raises ValueError where `numbers`, the fields of a spec with `arguments`, are not such as a run writes."""
     channels, arguments = numbers.get("in_chans"), numbers.get("arguments")
     if numbers.keys() != {"name", "in_chans", "arguments"} or numbers["name"] != name:
         raise ValueError("wanted are its name, in_chans and arguments")

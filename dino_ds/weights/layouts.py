@@ -1,7 +1,7 @@
 """Weights that were read from files, under our names, which are timm's; and the maps from names of facebookresearch's
 dino, dinov2, dinov3 and of Hugging Face's ViTs. Sources for dinov3: timm's own converter (timm/models/eva.py), and
 facts of the released files. timm's `checkpoint_filter_fn` can't be used here: it needs a model of the right sizes
-first, drops heads and mask tokens, and checks neither."""
+first, drops heads and mask tokens, and checks neither periods nor biases of keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DROPPED = re.compile(r"(mask_token|masked_embed|decoder_(pos_embed|(embed|block
 _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
 """Our names of dino's and dinov2's projection heads."""
 HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
-"""A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
+"""A tensor of facebookresearch/dino's projection head, next to a "backbone."; not a classifier, such as "head.fc"."""
 _PROTOTYPES = {  # names of a head's prototypes, of which only the directions count -> names of their lengths
     "prototypes.weight": "prototypes.lengths",
     "last_layer.weight_v": "last_layer.weight_g",
@@ -43,7 +43,7 @@ _PROTOTYPES = {  # names of a head's prototypes, of which only the directions co
 }
 _PLAIN = "last_layer.weight"
 """Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
-BASE = 100.0  # base of the periods of all released networks, of which files have only the periods
+BASE = 100.0  # base of the rotary periods of all released networks; files have only the periods
 EPS = 1e-5  # epsilon of the norms of all released networks
 LOCAL_NORM = "local_cls_norm."
 PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
@@ -95,8 +95,8 @@ class Weights:
     """Tensors under our (timm's) names. kind: the project whose file it was. heads: projection heads by their names in
     a `Network`. about: the JSON next to the file, like teacher.json. notes: what was left out, and why. mask_token (1,
     d): for hidden patches, None if the file has none. local_norm: the norm of local crops' CLS tokens, by its names in
-    the backbone, which is without it. spec: None for our ViTs, else the network, made for images of `image_size` pixels
-    a side, whose names and buffers `backbone` then has."""
+    a backbone; `backbone` lacks it. spec: None for our ViTs, else the network, made for images of `image_size` pixels a
+    side; `backbone` then has that network's names and buffers."""
 
     kind: str
     backbone: dict[str, Tensor]
@@ -121,7 +121,7 @@ def has_rope(backbone: Mapping[str, Tensor]) -> bool:
 
 
 def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`backbone`, if it has no name that ours lacks, with learned positions in our form. Raises CheckpointError."""
+    """`backbone` with learned positions in our form. Raises CheckpointError for names that our ViTs do not have."""
     backbone = {name: tensor for name, tensor in backbone.items() if name != "reg_token" or tensor.numel()}
     rope = has_rope(backbone)
     known, which = (_OURS_ROTARY, "ViT with rotary positions") if rope else (_OURS, "ViT")
@@ -203,7 +203,7 @@ def split_network(tensors: dict[str, Tensor]) -> Weights:
 
 
 def head_to_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A head under our names, from these or the reference's, where an MLP of one layer is not a sequence. Without
+    """A head under our names, from our names or facebookresearch's, where an MLP of one layer has "mlp.weight". Without
     "prototypes.lengths" all prototypes have length 1: lengths that are all 1 are left out."""
     out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in tensors.items() if name[:4] == "mlp."}
     for name, of_lengths in _PROTOTYPES.items():
@@ -259,7 +259,7 @@ def check_keys(name: str, bias: Tensor) -> None:
 
 
 def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """The network with or without biases of queries and values, as `wanted`, if these are zero; and notes on it."""
+    """The network with zeros added as biases of queries and values if `wanted`, else without if all are zero; notes."""
     names = [name for name in backbone if name.endswith((".attn.q_bias", ".attn.v_bias"))]
     if not has_rope(backbone) or bool(names) == wanted:
         return dict(backbone), []

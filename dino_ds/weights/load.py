@@ -1,5 +1,4 @@
-"""A trained backbone in Python: its features, patch tokens and attention. model = dino_ds.load("runs/quickstart")
-# or a file of weights, a Hugging Face folder, a timm name features = model.features(model.preprocess(image)[None])"""
+"""A trained backbone in Python, as `dino_ds.load` returns it: its features, patch tokens and attention."""
 
 from __future__ import annotations
 
@@ -40,12 +39,18 @@ _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --mode
 
 class Backbone(nn.Module):
     """A frozen backbone. Images are (b, c, h, w), normalized as by `preprocess`, with sides that are multiples of
-    `side_multiple`; every method computes without gradients, and in FP32 unless autocast is on. `image_size` is the
-    native side in pixels; `width` the length of a feature vector; `heads` the tensors of the projection heads by name:
-    "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for hidden patches in
-    training, or None if unknown; `notes` what the source does not state and what was left out of it; `value_range` the
-    values of black and white in training images deeper than 8 bits, or None without such images; `normalization` the
-    mean and standard deviation of each channel that `preprocess` removes; `crop_pct` timm's, if known."""
+    `side_multiple`. Every method computes without gradients, and in FP32 unless autocast is on.
+
+    Attributes:
+        image_size: native side in pixels.
+        width: length of a feature vector.
+        heads: tensors of the projection heads by name: "head", and "ibot_head" where iBOT's loss had its own.
+        mask_token: token for hidden patches in training (1, width), or None if unknown.
+        notes: what the source does not state, and what was left out of it.
+        value_range: values of black and white in training images deeper than 8 bits, or None without such images.
+        normalization: mean and standard deviation of each channel, which `preprocess` normalizes by.
+        crop_pct: timm's, if known.
+    """
 
     mask_token: Tensor | None = None
     crop_pct: float | None = None
@@ -72,8 +77,8 @@ class Backbone(nn.Module):
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size). The image
         is resized, center-cropped and normalized, as for k-NN; values deeper than 8 bits are scaled by the run's value
-        range, which they must not exceed. A file is turned upright, Pillow's image is not. Raises ConfigError for such
-        values without a known range, and for a file that can't be read."""
+        range, which they must not exceed. A file is turned upright, Pillow's image is not. Raises ConfigError for
+        deeper values without a known range, and for a file that can't be read."""
         channels, name = self.network.spec.in_chans, "this image"
         try:
             if isinstance(image, str | Path):

@@ -72,8 +72,7 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
 
 @contextmanager
 def _without_retries() -> Iterator[str]:
-    """Use the hub's cache alone where its host is unknown, which is yielded, else "": its client would ask for a
-    minute."""
+    """Use the hub's cache alone if its host can't be resolved (its client would retry); yields that host, else ""."""
     from huggingface_hub import constants
 
     host, offline = urlsplit(constants.ENDPOINT).hostname or "", constants.HF_HUB_OFFLINE
@@ -132,7 +131,7 @@ def is_timm_name(name: object) -> TypeGuard[str]:
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is the folder of one checkpoint, complete or not."""
     is_named_so = STEP_NAME.fullmatch(path.name) is not None and path.parent.name == "checkpoints"
-    has_manifest = (path / MANIFEST).is_file() and not (path / "config.json").is_file()  # others' folders have one
+    has_manifest = (path / MANIFEST).is_file() and not (path / "config.json").is_file()  # others' folders have both
     return path.is_dir() and (is_named_so or has_manifest)
 
 
@@ -186,8 +185,7 @@ def teacher_weights(saved: SavedCheckpoint) -> layouts.Weights:
 
 
 def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
-    """The tensors of the teacher's backbone and of its heads in a checkpoint, by the part's name; adapters are
-    merged into the weights of their layers."""
+    """The tensors of the teacher's backbone, with adapters merged, and of its heads in a checkpoint, by part."""
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in saved.whole().items():
         owner, _, rest = name.partition(".")

@@ -207,7 +207,7 @@ def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes:
 
 def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
     """Mean and deviation removed from training images of `channels` channels: those that a file states, else ImageNet's
-    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and if those of others are missing."""
+    of gray and RGB images. Raises CheckpointError as `stated_normalization`, and where neither is known."""
     stated = stated_normalization(about, channels)
     if stated is None and channels not in USUAL_CHANNELS:
         raise CheckpointError(
@@ -278,7 +278,7 @@ def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """The side of native images in timm's config.json, or None; not checked. arguments: the model's."""
+    """The side of native images in timm's config.json, or None; not checked. arguments: its "model_args"."""
     stated = config["pretrained_cfg"] if isinstance(config.get("pretrained_cfg"), dict) else config
     sizes = stated.get("input_size")
     return arguments.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)

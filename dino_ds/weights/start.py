@@ -67,8 +67,8 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
 
 
 def _changed(recipe: Recipe, flags: dict[str, str], side: int, patch: int, notes: list[str] | None) -> Recipe:
-    """`recipe` with these flags, and crop sizes, where none are set, for weights of images of `side` pixels: the
-    defaults, unless these are too large or not multiples of the patch; adds a note on others."""
+    """`recipe` with `flags`, and with crop sizes where it sets none: the defaults, unless they are larger than `side`,
+    the weights' native one, or no multiples of `patch`. Adds to `notes` a line on sizes that are not the defaults."""
     usual, missing = CropsSection(), _sizes_not_given(recipe.crops)
     large = min(usual.global_size, side) if "global_size" in missing else recipe.crops.global_size
     fitting = zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True)
@@ -236,7 +236,7 @@ class InitialWeights:
     def _fit_backbone(
         self, weights: Weights, known_shapes: dict[str, tuple[int, ...]], interpolation: str
     ) -> dict[str, Tensor]:
-        backbone, local_norm = split_local_norm(weights.backbone)  # a checkpoint has them together
+        backbone, local_norm = split_local_norm(weights.backbone)  # some backbones include the norm
         local_norm = local_norm or weights.local_norm
         tensors = {f"backbone.{name}": t for name, t in backbone.items()}
         shapes = {name: shape for name, shape in known_shapes.items() if name.startswith("backbone.")}
