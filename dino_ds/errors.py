@@ -24,7 +24,7 @@ STOPPED = 75
 INTERRUPTED = 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that make a run save and stop; they often reach all of its processes at once."""
-FORWARDED_SECONDS = 2.0  # a second signal within it is the first, forwarded: terminals send Ctrl-C to all processes
+FORWARDED_SECONDS = 2.0  # a second signal this soon is the first, forwarded: terminals send Ctrl-C to all processes
 
 _MEMORY = "out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError for a full disk, or an exhausted quota
@@ -69,7 +69,7 @@ class StorageError(UserError, exit_code=5):
 
 
 def unwritable(target: object, error: OSError, option: str = "run_dir") -> StorageError:
-    """The StorageError for the file `target`, of --`option`, that could not be written."""
+    """The StorageError for `target`, a file or folder that can't be written; --`option` chooses its place."""
     return StorageError(f"{target} can't be written: {error.strerror or error}: make room, or give another --{option}")
 
 

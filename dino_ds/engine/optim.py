@@ -1,4 +1,4 @@
-"""The optimizer (AdamW, LARS or Muon), which parameters share a learning rate and a weight decay, and clipping. Source:
+"""The optimizer (AdamW, SGD, LARS or Muon), its parameter groups, and gradient clipping. Source:
 facebookresearch/dino `get_params_groups`: biases and one-dimensional weights are not decayed; tokens and position
 embeddings are. The prototypes have a group of their own: lr 0 is the only exact freeze at every ZeRO stage. Layer-wise
 learning rates, and clipping of backbone and heads each by its own norm: facebookresearch/dinov2. LARS: You et al. 2017
@@ -29,7 +29,7 @@ PATCH_EMBED = "patch_embed"  # the module of a backbone whose learning rate `pat
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Options of the recipe's section `optimizer`. By default one learning rate, clipping by one global norm (DINO).
+    """Options of the recipe's section `optimizer`. Defaults: one learning rate, clipping by one global norm (DINO).
     kind: adamw, with `betas` and `eps`; sgd, with `momentum`; lars, with `momentum` and `trust`; or muon, with
     `momentum` and `scale` for weight matrices, and adamw with its options for the rest."""
 
@@ -48,8 +48,8 @@ ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters, at learning rate 0, AdamW and SGD in one kernel. Raises ConfigError
-    where Muon has no matrix to orthogonalize."""
+    """The optimizer of the trained parameters, at learning rate 0; AdamW and SGD are torch's fused ones. Raises
+    ConfigError where Muon has no matrix to orthogonalize."""
     groups = parameter_groups(network, options)
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)
@@ -118,8 +118,8 @@ class Lars(torch.optim.Optimizer):
         self._shards: dict[Tensor, tuple[list[Piece], Tensor, int, Any]] = {}
 
     def lay_out(self, tensor: Tensor, pieces: list[Piece], adapted: list[str], process_group: Any) -> None:
-        """Declare that `tensor` holds this rank's `pieces` of one group's parameters with a trust ratio, all of which
-        are `adapted`. From now on all ranks must call `step` together, with equal groups."""
+        """Declare that `tensor` holds `pieces` of one group's parameters. adapted: names of all its parameters, on any
+        rank, that have a trust ratio. From now on all ranks must call `step` together, with equal groups."""
         owners = [adapted.index(piece.parameter) for piece in pieces]
         numbers = torch.tensor(owners, dtype=torch.long, device=tensor.device)
         self._shards[tensor] = pieces, numbers, len(adapted), process_group
@@ -189,7 +189,7 @@ def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
 
 
 class _ShardedGradient:
-    """This rank's gradients under ZeRO 1 to 3, by the part with which they are clipped to `limit`, unless it is 0."""
+    """This rank's gradients under ZeRO 1 to 3. Unless `limit` is 0, each part's norm is clipped to it."""
 
     def __init__(self, optimizer: Any, limit: float) -> None:
         self._optimizer, self._limit = optimizer, limit
@@ -241,7 +241,7 @@ class _FactorOnce:
 
 
 def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
-    """Clip the gradients of DeepSpeed's BF16_Optimizer, FP32 and whole on every rank; returns their norm before."""
+    """Clip the gradients of DeepSpeed's BF16_Optimizer, FP32 and whole on every rank; returns the unclipped norm."""
     parts: dict[str, list[Tensor]] = {}
     for i, group in enumerate(optimizer.optimizer.param_groups):
         there = zip(optimizer.fp32_groups_gradients[i], optimizer.fp32_groups_has_gradients[i], strict=True)

@@ -33,7 +33,7 @@ from dino_ds.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PATIENCE_SECONDS = 25.0  # time after which a rank that waits for others says so
 _TELLING_SECONDS, _ASKING_SECONDS = 10.0, 2.0
-"""Time for which a rank that can't start tells the others, and after which these ask again whether one does."""
+"""How long a rank that can't start tells the others why, and how often waiting ranks ask whether one can't."""
 _called_roll: list[None] = []
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # environment variables that name network interfaces
 
@@ -68,11 +68,11 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
 @contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[tuple[dist.Store | None, timedelta]]:
-    """Wrap joining a process group; yields the time that connecting the ranks may take, since all of them are there,
-    and with torchrun the store to join by. Its agent keeps one store for all starts, and torch puts the addresses of
-    each under the same names: ranks that start again would read those of dead ones. On several machines gloo gets the
-    interface that reaches the first one, unless the user has named one. Raises ConfigError if ranks disagree on the
-    world size, machines can't connect, or another program uses rank 0's port."""
+    """Wrap joining a process group. Yields a store to join by (None without torchrun), and the time that connecting may
+    take now that all ranks are there. torchrun's agent keeps one store for all starts, with addresses under the same
+    names: ranks that start again would read those of dead ranks. On several machines gloo gets the interface that
+    reaches rank 0's machine, unless the user has named one. Raises ConfigError if ranks disagree on the world size,
+    machines can't connect, or another program uses rank 0's port."""
     mine, ranks = distributed.rank(), distributed.world_size()
     several = False
     try:
@@ -111,7 +111,7 @@ def _connect(timeout: timedelta) -> dist.Store:
 
 
 def _store(timeout: timedelta) -> dist.Store:
-    """`_connect`, which says after a while that it waits."""
+    """Connect to rank 0's store; prints a line if rank 0 is not reached for a while."""
     try:
         return _connect(timedelta(seconds=_PATIENCE_SECONDS))
     except dist.DistNetworkError:
@@ -123,8 +123,8 @@ def _store(timeout: timedelta) -> dist.Store:
 
 
 def _call_roll(store: dist.Store, mine: int, ranks: int, timeout: timedelta) -> tuple[bool, str]:
-    """Wait until all ranks are there and choose gloo's interface; returns whether they are on several machines, and a
-    name for this start that no other has."""
+    """Wait until all ranks are there and choose gloo's interface; returns whether they are on several machines, and
+    a name that no other start has."""
     _called_roll.append(None)
     prefix = _prefix()
     # This machine's address towards the machine of rank 0, and that machine's address as it is known here.
@@ -163,8 +163,8 @@ def _prefix() -> str:
 
 
 def tell_other_machines(message: str) -> None:
-    """Tell ranks of other machines that this one can't start, and why: by some launchers they would wait for it. Rank 0
-    can be reached for a few seconds."""
+    """Tell ranks of other machines that this rank can't start, and why: some launchers would let them wait for it.
+    Rank 0 keeps its store open for a few seconds, in which they can read the message."""
     if _called_roll:
         return
     with contextlib.suppress(RuntimeError, KeyError, ValueError):  # nobody is there, or they can't be found
@@ -175,7 +175,7 @@ def tell_other_machines(message: str) -> None:
 
 
 def _wait_for(key: str, store: dist.Store, seconds: float) -> None:
-    """Wait for a key. Raises DistStoreError after so many seconds, ConfigError if a machine can't start."""
+    """Wait for a key. Raises DistStoreError after `seconds`, ConfigError if a machine can't start."""
     due, ended = time.monotonic() + seconds, f"{_prefix()}/ended"
     while True:
         left = due - time.monotonic()
@@ -191,14 +191,14 @@ def _wait_for(key: str, store: dist.Store, seconds: float) -> None:
 
 
 def _take(store: dist.Store, key: str) -> bytes:
-    """A value that is no longer there for a later start, whose store torchrun's agent keeps."""
+    """Read and delete a value: torchrun's agent keeps the store for later starts, which must not find it."""
     value = store.get(key)
     store.delete_key(key)
     return value
 
 
 def _present(store: dist.Store, prefix: str, ranks: int, timeout: timedelta) -> Iterator[int]:
-    """Each rank as it comes, to the first that says another world size; names after a while those that don't come."""
+    """Yield each rank once it is there, up to the first with another world size; prints late ranks after a while."""
     due, said = time.monotonic() + _PATIENCE_SECONDS, False
     for rank in range(ranks):
         key = f"{prefix}/{rank}"
@@ -349,5 +349,5 @@ def _quiet_deepspeed() -> None:
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
     logger.handlers.clear()
-    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # SGD and LARS: by DeepSpeed
+    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # untested by DeepSpeed
     logger.propagate = True

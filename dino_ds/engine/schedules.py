@@ -20,7 +20,7 @@ def cosine_schedule(
 
 
 def warmup_schedule(step: int, start: float, final: float, warmup: int, stair: int = 1) -> float:
-    """A staircase of `warmup` stairs of `stair` steps each from `start` to `final`, then constant. DINO raises the
+    """`warmup` levels from `start` to `final`, each kept for `stair` optimizer steps; then constant. DINO raises the
     teacher's temperature once an epoch: stair = steps of an epoch."""
     i = step // stair
     return _linear(i, start, final, warmup) if i < warmup else final
@@ -55,8 +55,8 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class Replacements:
-    """The steps at which a teacher is replaced by the EMA teacher: `start` if `at_start`, and every `every` steps from
-    then on, `most` times. Source: facebookresearch/dinov3."""
+    """The steps at which a teacher is replaced by the EMA teacher: step `start` if `at_start`, and after it up to
+    `most` times, `every` steps apart. Source: facebookresearch/dinov3."""
 
     start: int = 0
     at_start: bool = False
@@ -90,9 +90,9 @@ class ScheduleValues:
 @dataclass(frozen=True)
 class Schedules:
     """All schedules of a run, with lengths in optimizer steps; `lr` is the peak after scaling with the batch.
-    frozen_prototypes: "no_gradient", neither clipping nor Adam sees them (DINO), or "zero_lr" (DINOv2). warmup_shape:
-    of the learning rate, "linear" or "cosine" (DINOv3). constant: after warm-up the learning rate stays at its peak.
-    The teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each."""
+    frozen_prototypes: "no_gradient": clipping and Adam don't see their gradient (DINO); "zero_lr": they do (DINOv2).
+    warmup_shape: of the learning rate, "linear" or "cosine" (DINOv3). constant: after warm-up the learning rate stays
+    at its peak. The teacher's temperature has `teacher_temp_treads` levels of `teacher_temp_tread_steps` steps each."""
 
     steps: int
     lr: float

@@ -35,7 +35,7 @@ class Settings:
         ks: numbers of neighbors.
         temperature: of the neighbors' votes.
         size: pixels of a side, None for the model's.
-        images: most training images, and test images unless `test_images` is set; None for all.
+        images: largest number of training images, and of test images unless `test_images` is set; None for all.
         workers: loader processes per rank, None for a number that fits the cores.
         benchmark_root: folder of DAVIS and other benchmarks.
         value_range: range of images deeper than 8 bits, which are unreadable without one.
@@ -159,9 +159,9 @@ class EvalContext:
         label: str = "images",
         batch: int = BATCH,
     ) -> tuple[Tensor, Tensor, list[str]]:
-        """Apply `describe` to transformed images (b, ...); returns FP32 results in the order of `indices`, and labels.
-        Every rank does its share. Images are of one size unless `batch` is 1; the texts name those that can't be read.
-        Raises GaveUp, DataError."""
+        """Apply `describe` to transformed images (b, ...), of one size unless `batch` is 1. Every rank does its share.
+        Returns FP32 results in the order of `indices`, labels, and texts that name unreadable images. Raises GaveUp,
+        DataError."""
         self.begin()
         workers, value_range = self.settings.workers, self.settings.value_range
         progress, channels = label if self.progress else None, len(self.backbone.normalization.mean)
@@ -175,7 +175,7 @@ class EvalContext:
 
     @cached_property
     def labeled_sources(self) -> tuple[Source, Source]:
-        """Training and test images, both labeled, and these of no class that training lacks. Raises DataError."""
+        """Training and test images, both labeled; test images have no class that training lacks. Raises DataError."""
         train, test = self.sources
         if train is None:
             raise DataError("there are no training images: name labeled ones with --root DIR")
@@ -211,5 +211,5 @@ def _is_labeled(source: Source) -> bool:
 
 
 def _class_numbers(train: Source, test: Source) -> np.ndarray:
-    """The training class of each test class by its name, and -1 as the last entry."""
+    """The number of each test class among the training classes; the last entry, -1, is for the unknown label -1."""
     return listing.join_classes((train.classes or [], test.classes or []))[1][1]

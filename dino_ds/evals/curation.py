@@ -1,7 +1,7 @@
 """Search, near-duplicates and clusters of features: every pair is compared, in blocks, so that memory does not grow.
 
 Sources: near-duplicates are connected components among neighbors, as in DINOv2 (arXiv 2304.07193, appendix A.3).
-Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling."""
+Levels of clusters, and drawing rows evenly from them: Vo et al. 2024 (arXiv 2405.15613), without their resampling."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dino_ds.evals.classifiers import topk_by_groups
 Pairs = tuple[np.ndarray, np.ndarray]  # first and second rows (p,) of pairs
 SIDE = 32  # pixels of the thumbnails by which near-duplicates are told apart
 _INNER, _SIZES = 28, (28, 29, 30, 31, 32)
-"""Side of the window of one thumbnail that is sought in another, and sides to which that thumbnail is shrunk before."""
+"""Side of the windows that are compared, and sides to which one of two thumbnails is shrunk before the comparison."""
 _MOST_CLUSTERS, _SAMPLE, _SAMPLE_OF_EACH = 2048, 16384, 32
-"""Clusters at most, and rows, in all or for each of them, with which scikit-learn's k-means takes minutes at most."""
+"""Limits with which scikit-learn's k-means takes minutes: clusters, and sampled rows, in all or for each cluster."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Vectors:
         return len(self.chosen)
 
     def take(self, places: slice | np.ndarray, dtype: torch.dtype = torch.float64) -> Tensor:
-        """(places, d), computed in `dtype`."""
+        """The rows at `places`, (p, d), computed in `dtype`."""
         rows = torch.from_numpy(self.rows[self.chosen[places]]).to(self.device, dtype)
         return F.normalize(rows, eps=0) if self.unit else rows
 
@@ -58,9 +58,9 @@ class Vectors:
 
 @torch.no_grad()
 def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: cosines and places (q, k).
-    All in FP64, equal rows giving equal cosines; of these the first comes first. FP32 products choose six candidates
-    more, and a query whose candidates may lack a neighbor, by the rounding of these products, is compared with all."""
+    """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: FP64 cosines and places, (q, k).
+    Equal rows have equal cosines, and the first of them comes first. FP32 products choose k + 6 candidates; a query for
+    which their rounding may have left out a neighbor is compared with all rows."""
     k, wanted = min(k, len(bank)), min(k + 6, len(bank))
     near = torch.full((len(queries), wanted), -math.inf, device=bank.device)
     places = torch.zeros_like(near, dtype=torch.long)
@@ -96,9 +96,9 @@ def pairs_of_cosine(vectors: Vectors, threshold: float) -> Iterator[Pairs]:
 
 @torch.no_grad()
 def pairs_of_pictures(vectors: Vectors, thumbnails: np.ndarray) -> Iterator[Pairs]:
-    """Pairs of rows, one among the 10 nearest of the other, whose thumbnails (n, 32 * 32) show the same.
-    That is so where 8 x 8 pixels correlate by 0.65, and the details of a window of one with those of the other by 0.92,
-    at any shift and with either of them up to an eighth larger."""
+    """Pairs of rows, one among the 10 nearest of the other, whose thumbnails (n, 32 * 32) show the same: shrunk to
+    8 x 8 pixels they correlate by 0.65 or more, and the details of a window of one correlate with those of the other by
+    0.92 or more, at some shift and with one of the two shrunk by up to an eighth."""
     near = [nearest_rows(vectors.take(part), vectors, 11)[1] for part in vectors.parts(vectors.block)]
     second = np.concatenate(near)
     first = np.broadcast_to(np.arange(len(second))[:, None], second.shape)
@@ -116,8 +116,8 @@ def pairs_of_pictures(vectors: Vectors, thumbnails: np.ndarray) -> Iterator[Pair
 
 
 def _details(images: Tensor) -> Tensor:
-    """Thumbnails (n, 1, 32, 32) without what is finer than 3 pixels or coarser than 9, of equal contrast everywhere, so
-    that no single edge decides; but what is fainter than 2 of 255 stays faint."""
+    """Thumbnails (n, 1, 32, 32), reduced to details of 3 to 9 pixels. Contrast is made equal everywhere, so that no
+    single edge decides; only details fainter than 2 of 255 stay faint."""
     band = _blurred(images, 3) - _blurred(images, 9)
     return band / (_blurred(band.square(), 9).sqrt() + 2)
 
@@ -131,7 +131,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _correlation(images: Tensor, others: Tensor) -> Tensor:
-    """(n,) the highest correlation of any window of an image (n, 1, 32, 32) with the middle of the other one."""
+    """(n,) the highest correlation of any window of an image (n, 1, 32, 32) with the middle of the other, shrunk."""
     windows, middles = _unit(F.unfold(images, _INNER).transpose(1, 2)), list[Tensor]()
     for size in _SIZES:
         shrunk = F.interpolate(others, (size, size), mode="bilinear", antialias=True)
@@ -141,7 +141,7 @@ def _correlation(images: Tensor, others: Tensor) -> Tensor:
 
 
 def groups(count: int, pairs: Iterable[Pairs]) -> np.ndarray:
-    """(count,) the first row of each row's group: rows that a chain of pairs connects."""
+    """(count,) for each row the first row of its group; a chain of pairs connects the rows of a group."""
     parent = np.arange(count)
     for first, second in pairs:
         while len(first):  # both ends' trees come together, under the smaller root
@@ -161,8 +161,8 @@ def _roots(parent: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def cluster_levels(vectors: Vectors, sizes: Sequence[int], seed: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Cluster (n,) of each row at every level, the centers of one being the rows of the next; and the squared distance
-    (n,) of each to its first center."""
+    """The cluster (n,) of each row at every level, and the squared distance (n,) of each row to its center of the first
+    level. Each level after the first clusters the centers of the level before."""
     levels, distances, rows = list[np.ndarray](), np.empty(0), vectors
     for level, count in enumerate(sizes):
         centers, labels, distance = k_means(rows, best_centers(rows, min(count, len(rows)), seed + level))
@@ -174,8 +174,8 @@ def cluster_levels(vectors: Vectors, sizes: Sequence[int], seed: int) -> tuple[l
 
 
 def best_centers(vectors: Vectors, count: int, seed: int) -> Tensor:
-    """(count, d) centers to begin with: the best of ten k-means of scikit-learn of all rows, or of a sample of many; of
-    very many clusters, rows that lie far from each other."""
+    """Initial centers (count, d): the best of ten runs of scikit-learn's k-means on all rows, or on a sample of many.
+    For more than `_MOST_CLUSTERS` clusters they are rows that lie far from each other."""
     if count > _MOST_CLUSTERS:
         return first_centers(vectors, count, np.random.default_rng(seed))
     from sklearn.cluster import KMeans
@@ -184,15 +184,15 @@ def best_centers(vectors: Vectors, count: int, seed: int) -> Tensor:
     sample = np.sort(draws.choice(len(vectors), min(len(vectors), most), replace=False))
     rows = vectors.take(sample).float().cpu().numpy()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fewer distinct rows than clusters
+        warnings.simplefilter("ignore")  # a warning that there are fewer distinct rows than clusters
         centers = KMeans(count, n_init=10, random_state=seed).fit(rows).cluster_centers_
     return torch.from_numpy(centers).to(vectors.device)
 
 
 @torch.no_grad()
 def first_centers(vectors: Vectors, count: int, draws: np.random.Generator) -> Tensor:
-    """(count, d) rows drawn as greedy k-means++ does: of a few draws by the squared distance to the rows before, the
-    one that brings all rows nearest; many clusters have several drawn in each of 256 rounds."""
+    """Rows (count, d) drawn by greedy k-means++: of a few draws by squared distance to the rows chosen so far, it takes
+    the draw that brings all rows nearest. Many clusters get several rows in each of 256 rounds."""
     added, trials = max(1, count // 256), 2 + int(math.log(count))
     chosen = draws.integers(len(vectors), size=1)
     distance = _assign(vectors, vectors.take(chosen).float())[1]
@@ -210,8 +210,8 @@ def first_centers(vectors: Vectors, count: int, draws: np.random.Generator) -> T
 
 @torch.no_grad()
 def k_means(vectors: Vectors, centers: Tensor) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """Lloyd's algorithm from centers (k, d): centers, the nearest one of each row (n,) and its squared distance (n,).
-    A cluster that loses all rows gets the one farthest from its center."""
+    """Lloyd's algorithm from centers (k, d). Returns the centers, and for each row the nearest one and the squared
+    distance to it, (n,). A cluster that loses all its rows gets the row that is farthest from its center."""
     labels, distances = _assign(vectors, centers)
     for _ in range(100):
         before, centers = distances.sum(), _means(vectors, labels, distances, len(centers))
@@ -222,7 +222,7 @@ def k_means(vectors: Vectors, centers: Tensor) -> tuple[Tensor, np.ndarray, np.n
 
 
 def _assign(vectors: Vectors, centers: Tensor, sets: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest of the centers (k, d) to each row (n,), and its squared distance; (n, sets) where they are `sets`."""
+    """For each row the nearest of centers (k, d) and its squared distance: (n,), or (n, sets), one for each set."""
     shape = (len(vectors), sets)[: 1 + (sets > 1)]
     labels, distances = np.empty(shape, np.int64), np.empty(shape)
     lengths = centers.square().sum(dim=1) / 2
@@ -237,7 +237,7 @@ def _assign(vectors: Vectors, centers: Tensor, sets: int = 1) -> tuple[np.ndarra
 
 
 def _means(vectors: Vectors, labels: np.ndarray, distances: np.ndarray, count: int) -> Tensor:
-    """Means (count, d) of the clusters, added up on the CPU: the same ones each time."""
+    """Means (count, d) of the clusters, the same each time: they are summed on the CPU. Empty clusters get far rows."""
     sums = torch.zeros(count, vectors.rows.shape[1], dtype=torch.float64)
     for part in vectors.parts(vectors.block):
         sums.index_add_(0, torch.from_numpy(labels[part]), vectors.take(part).cpu())
@@ -250,8 +250,8 @@ def _means(vectors: Vectors, labels: np.ndarray, distances: np.ndarray, count: i
 
 
 def draw(levels: Sequence[np.ndarray], count: int, seed: int) -> np.ndarray:
-    """Places of `count` rows, in order: as many of each cluster of the last level as of the others, if it has them,
-    and so on down to the first level, whose rows are drawn at random."""
+    """Places of `count` rows, ascending. Clusters of the last level have equal shares, as far as they have rows; each
+    shares its part out among its clusters one level below, and so on. Rows of the first level are drawn at random."""
     draws = np.random.default_rng(seed)
     groups = [(np.arange(len(levels[0])), count)]
     for labels in reversed(levels):

@@ -41,7 +41,7 @@ def extract_features(
     describe: Callable[[Tensor], Tensor], source: Source, indices: Sequence[int], device: torch.device, reading: Reading
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Features (n, d) and labels (n,) of the images at `indices`, on `device`; and texts that name unreadable images.
-    describe: images (b, 3, h, w) on `device` -> (b, d). Every rank must call it and gets all rows, in the order of
+    describe: images (b, c, h, w) on `device` -> (b, d). Every rank must call it and gets all rows, in the order of
     `indices`, without the unreadable images. Labels are -1 for a source without labels. Raises GaveUp, and DataError
     where a rank can read no image."""
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
@@ -101,7 +101,7 @@ def _copied(batch: _Batch) -> tuple[Any, int]:
 
 
 class ImageMemory:
-    """Keeps batches of transformed images, up to `most` bytes on this rank: a run evaluates the same ones each time."""
+    """Keeps batches of transformed images, up to `most` bytes on this rank: each evaluation uses the same images."""
 
     def __init__(self, most: int = 256 << 20) -> None:
         self._room, self._kept = most, dict[Any, list[Any]]()
@@ -155,7 +155,7 @@ class LabeledImages(Dataset[_Row]):
 
     def __getitem__(self, i: Any) -> _Row:
         """The image, its index `i` and its label, or a text that names an unreadable image."""
-        if self._draws:  # a user's source may draw: the same for an image in each evaluation
+        if self._draws:  # a user's source may draw random numbers: the same for an image in each evaluation
             seeds.seed_generators(self._indices[i])
         try:
             return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
@@ -168,7 +168,7 @@ class LabeledImages(Dataset[_Row]):
 
 
 def collate(rows: list[_Row]) -> _Batch:
-    """Images (b, 3, h, w) that could be read, their indices and labels (b, 2), and texts that name the others."""
+    """Images (b, c, h, w) that could be read, their indices and labels (b, 2), and texts that name the others."""
     good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
     if not good:
         return torch.empty(0), torch.empty(0, 2, dtype=torch.long), bad
@@ -188,7 +188,7 @@ def fill_rows(
 
 
 def raw_pixels(images: Tensor) -> Tensor:
-    """Images (b, 3, h, w) -> (b, 3 * 32 * 32) shrunken pixels: the baseline that any learning must beat."""
+    """Images (b, c, h, w) -> (b, c * 32 * 32) shrunken pixels: the baseline that any learning must beat."""
     return F.adaptive_avg_pool2d(images.float(), min(32, images.shape[-1])).flatten(1)
 
 
@@ -219,8 +219,8 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """The recipe of the run that `model` is or is a checkpoint of; None without a run, or if options name images. Its
-    relative paths are looked for first in the folder where the run was started."""
+    """The recipe of `model`, a run or a run's checkpoint; None for other models, or if options name images. Relative
+    paths in the recipe are looked for first in the folder where the run was started."""
     home = find_model_folder(model)
     if source is not None or root is not None or not home.is_run:
         return None
@@ -256,7 +256,7 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
 
 def crop_pct_of(model: str, side: int) -> float | None:
     """timm's crop_pct for most images of the run `model`, as evaluations at `side` pixels cut them; None without a run,
-    or where its images are not on this machine or of the user's own source."""
+    or if its images are not on this machine or come from a source of the user's own."""
     home = find_model_folder(model)
     try:
         recipe = recorded_recipe(home.folder / "config.yaml") if home.is_run else None

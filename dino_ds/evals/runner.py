@@ -261,7 +261,7 @@ def _find_names(
 
 
 class HeldOutLoss:
-    """Measures the held-out loss: val_loss, and as val_NAME every scalar of the loss terms and their KL.
+    """Measures the held-out loss as val_loss, and the scalars and the KL of loss terms, each as val_NAME.
     Crops and masks depend on the images and a fixed seed alone. Raises DataError for fewer than two images."""
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
@@ -269,7 +269,7 @@ class HeldOutLoss:
         count = min(len(source), recipe.eval.test_images)
         if count < 2:
             raise DataError(f"a held-out loss needs two images, and there is {count}: name more, or a larger share")
-        # 32 to 63 images, or from a smaller global batch on: no micro-batch has a single one.
+        # Micro-batches have 32 to 63 images, or fewer if the global batch or the count is smaller, but never one.
         parts = max(1, count // min(32, max(2, recipe.data.global_batch)))
         chosen = evenly_spaced_indices(len(source), count)
         self._parts = [part.tolist() for part in np.array_split(np.array(chosen), parts)]

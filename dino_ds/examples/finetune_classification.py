@@ -1,4 +1,4 @@
-"""Fine-tune a teacher to classify images, by timm and plain PyTorch; a folder of images for each class.
+"""Fine-tune a teacher to classify images, with timm and plain PyTorch. Each class has a folder of images.
 
 dino-ds export runs/vits16 --format timm --out for-timm
 python -m dino_ds.examples.finetune_classification for-timm --train images/train --test images/test --out classifier
@@ -38,7 +38,7 @@ NUMBERS = {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers"
 
 
 def parse(argv: list[str] | None, *names: str, **numbers: int) -> argparse.Namespace:
-    """Read the command line and seed torch's random numbers. names: more options; numbers: more, with defaults."""
+    """Read the command line, seed torch. names: further required options; numbers: further options with defaults."""
     options = argparse.ArgumentParser()
     options.add_argument("model", type=Path, help="a folder of dino-ds export RUN --format timm")
     for name in ("train", "test", "out", *names):
@@ -64,7 +64,7 @@ def open_upright(path: str | Path, value_range: ValueRange | None = None, channe
 
 
 def is_readable(path: str | Path, read: Callable[[str | Path], Any] = open_upright) -> bool:
-    """Whether a file is an image that can be read; says so of one that can't, which is left out."""
+    """Whether a file is an image that can be read; prints a line about an unreadable image, which is left out."""
     try:
         return str(path).lower().endswith(IMG_EXTENSIONS) and read(path) is not None
     except UnreadableImage as error:
@@ -73,7 +73,7 @@ def is_readable(path: str | Path, read: Callable[[str | Path], Any] = open_uprig
 
 
 def split(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Places of training images to train on, and of a fifth of them to choose the epoch by."""
+    """Indices of the images to train on, and of a random fifth of all `count` images, by which the epoch is chosen."""
     if count < 2:
         sys.exit(f"--train has {count} images: one to train on and one to choose the epoch by are the fewest")
     order, held = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist(), -(-count // 5)
@@ -81,11 +81,11 @@ def split(count: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def fit(network: Any, data: Any, groups: Any, score: Callable[[Any], float], args: Any) -> None:
-    """Train the parameters of `groups`; save the network of the epoch with the best score, and end with it."""
+    """Train the parameters of `groups`; save the network of the epoch with the best score, and load it at the end."""
     loader = DataLoader(data, min(args.batch, len(data)), True, drop_last=True, num_workers=args.workers)
     optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=0.05)
     steps, best, chosen = args.epochs * len(loader), -1.0, 0
-    # timm's schedule: torch's ignore layer decay, the groups' lr_scale.
+    # timm's schedule obeys the groups' lr_scale, by which layers decay; torch's schedules ignore it.
     schedule = CosineLRScheduler(optimizer, steps, warmup_t=max(1, steps // 10), t_in_epochs=False)
     for epoch in range(args.epochs):
         network.train()

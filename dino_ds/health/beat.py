@@ -214,7 +214,7 @@ class Failure:
 
 
 class Heartbeats:
-    """The files of RUN/heartbeats, new for each start of a run; waits for the disk for a limited time, never raises."""
+    """The files of RUN/heartbeats, new for each start. Their reads and writes wait a limited time and never raise."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
@@ -222,7 +222,7 @@ class Heartbeats:
         self.disk = Disk()
 
     def prepare(self) -> None:
-        """Make a new, empty folder, on rank 0, beside the earlier start's, which is kept. Raises OSError."""
+        """Make a new, empty folder, on rank 0; the earlier start's folder is renamed and kept. Raises OSError."""
         new = self._run_dir / "heartbeats.new"
         for left_over in (new, self._before):
             discard(left_over)
@@ -295,7 +295,7 @@ class Heartbeats:
         return self.disk.run(read, None)
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
-        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (as numbers without any
+        """The ranks that hold up the others: those that don't reach rank 0, else silent ones (a number if a rank has no
         heartbeat), else stopped ones, else those with the fewest moves; [] if all are equal or the disk is silent."""
 
         def find() -> list[Heartbeat | int]:

@@ -1,8 +1,8 @@
 """The monitor, a process next to each rank that notices hangs, deaths and stop requests while the rank is busy; and the
 rank's side, which starts it and reports the first failure.
 
-python -m dino_ds.health.monitor needs no torch. It reads its rank's progress from shared memory,
-publishes it every `PUBLISH_SECONDS`, and ends with its rank, whose end closes its stdin.
+The monitor process needs no torch. It reads its rank's progress from shared memory, publishes it every
+`PUBLISH_SECONDS`, and ends when its rank ends, which closes the monitor's stdin.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def longest_wait(hang_seconds: float) -> float:
 
 @contextmanager
 def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> Iterator[Beat]:
-    """Let a monitor watch this rank while the block runs; yields the page with its progress. hang_seconds 0: never."""
+    """Let a monitor watch this rank while the block runs; yields the page of its progress. hang_seconds 0: no limit."""
     beat = Beat.shared()
     stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
     job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, time.time())
@@ -85,7 +85,7 @@ def watchdog(run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> 
 
 
 class Failures:
-    """Reports how a rank ends: to its monitor and, once `beat.listed`, to the others: one prints the first failure."""
+    """Reports how a rank ends, to its monitor and, once `beat.listed`, to all ranks; one prints the first failure."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
@@ -93,8 +93,8 @@ class Failures:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Report how the block ends. Raises PeerError, as the cause says, instead of an error of the connection;
-        RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not exit with 0."""
+        """Report how the block ends. Raises PeerError instead of an error of the connection, with another rank's report
+        if there is one; RuntimeError for a SystemExit before the end: an unfinished run must not exit with 0."""
         try:
             yield
         except SystemExit as stop:
@@ -113,7 +113,7 @@ class Failures:
                 raise self._peer_error(error) from error
             self._claim(1, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
             raise
-        except BaseException as error:  # KeyboardInterrupt: not by Ctrl-C, which is a request to stop by then
+        except BaseException as error:  # such as a KeyboardInterrupt; Ctrl-C raises none here, it requests a stop
             self._claim(1, f"{type(error).__name__} at step {self._beat.step} ({self._beat.where})")
             if self._world_size > 1:
                 raise RuntimeError(f"{type(error).__name__} was raised at step {self._beat.step}") from error
@@ -182,7 +182,7 @@ _CONNECT_SECONDS = 2.0
 
 
 class MonitorArguments(NamedTuple):
-    """A monitor's command line, as JSON; beat, stacks: file descriptors; starters: processes not to outlive."""
+    """A monitor's command line, as JSON. beat, stacks: file descriptors; starters: the rank must not outlive them."""
 
     rank: int
     world_size: int
@@ -227,7 +227,7 @@ class MonitorProcess:
             if not all(starter.alive for starter in self._starters):
                 self._starters = []
                 self._beat.request_stop("the end of the launcher")
-                if self._beat.phase == "start":  # not at work yet, it would read the request after its start
+                if self._beat.phase == "start":  # a rank that still starts up would read the request only later
                     processes.send_signal(self._rank.pid, signal.SIGTERM)
             if self._taken_over:
                 self._end_rank()

@@ -87,8 +87,8 @@ def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> Performan
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raise ConfigError if a new run would keep random statistics or weights as they are; a resumed run has its own,
-    and does not read the weights that it began with."""
+    """Raise ConfigError if a recipe would keep random statistics or weights as they are. It must name initial weights
+    for a resumed run too, which does not read them."""
     if recipe.model.init_from is not None or recipe.stage_start is not None:
         return
     if recipe.teacher.batch_norm == "frozen":
@@ -158,8 +158,8 @@ _BUILDERS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def build_by_spec(spec: TermSpec | TeacherSpec, parts: TermParts | TeacherParts) -> Any:
-    """The term of a spec, or its teacher on this process's device: by the method of its class, if a user's class has
-    one, else by the builder of the nearest class from which it is derived. Every rank calls it. Raises ConfigError."""
+    """Build the loss term of a spec, or its teacher on this process's device, by the nearest class of its spec that has
+    a build method (users' classes) or a builder (dino_ds's classes). Every rank calls it. Raises ConfigError."""
     method = "build" if isinstance(spec, TermSpec) else "build_teacher"
     for kind in type(spec).__mro__:
         if method in vars(kind) and kind not in (TermSpec, TeacherSpec):
@@ -261,7 +261,7 @@ def build_objective(recipe: Recipe, device: torch.device, source: FrozenSource |
 def build_teachers(
     recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, source: FrozenSource | None = None
 ) -> Teachers:
-    """The teachers of a recipe, first the EMA teacher, equal to the engine's student; source: the one to distill."""
+    """The teachers of a recipe, first the EMA teacher, equal to the student. source: the frozen teacher to distill."""
     parts = TeacherParts(recipe, config, engine, objective, source)
     teachers: dict[str, Teacher] = {}
     for spec in teachers_of(recipe):

@@ -33,7 +33,7 @@ _KEPT = {"cpu": 160 * 2**20}
 
 
 class Centering(ABC):
-    """Computes the shift. whole_step: whether it needs all micro-batches of a step at once; statistics: by name."""
+    """Computes the targets' shift. whole_step: whether it needs all micro-batches of a step; statistics: by name."""
 
     whole_step = False
     statistics: Mapping[str, RunningMean] = MappingProxyType({})
@@ -176,7 +176,7 @@ class _Tiles:
 
 def dino_loss(student: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
     """The formula of the paper: the mean cross-entropy over images and pairs of a teacher's crop and another crop.
-    student: logits (crops, images, prototypes), those that the teacher sees first; teacher: probabilities (its crops,
+    student: logits (crops, images, prototypes), the teacher's crops first; teacher: probabilities (its crops,
     images, prototypes), after centering; local_weight: factor on the pairs of the student's other crops."""
     losses = []
     for t, targets in enumerate(teacher):
@@ -190,14 +190,14 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: float, local_weight
 def ibot_loss(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor, crops: int) -> Tensor:
     """The formula of the paper: cross-entropies of hidden patches, averaged in each crop and over `crops`. student:
     logits (patches, prototypes) of the hidden patches; teacher: probabilities (patches, prototypes) for them; weights
-    (patches,): 1 / the number of hidden patches in the patch's crop. A crop without any counts as 0."""
+    (patches,): 1 / the number of hidden patches in the patch's crop. A crop without hidden patches counts as 0."""
     cross_entropy = -(teacher * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
     return (cross_entropy * weights).sum() / crops
 
 
 class _PrototypeTerm(Term):
     """A cross-entropy that the head computes with its logits, a few images at a time (`Prototypes`). FP32. `centering`
-    makes the targets, of the logits of `teacher`; `query` names the networks' output that is compared."""
+    turns the logits of `teacher` into targets; `query` names the output of student and teacher that is compared."""
 
     def __init__(self, student_temp: float, centering: Centering, teacher: str, query: str, head: Query) -> None:
         self.student_temp, self.centering, self.teacher, self._query = student_temp, centering, teacher, query

@@ -38,7 +38,7 @@ class TeacherOptions:
     of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
     or "off". `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its
     crops (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by
-    those that the student began with, as the student does; BatchNorm of heads as with "ema". Evaluations use the
+    those that the student began with, as the student does (but in heads as with "ema"). Evaluations use the teacher's
     averages."""
 
     dtype: torch.dtype = torch.float32
@@ -150,13 +150,13 @@ class EmaTeacher(Teacher):
         return self.network.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load `state`; if the earlier run had no such further teacher, make this one equal to the student."""
+        """Load `state`; if it is empty (the earlier run had no such teacher), become equal to the student."""
         if self._name != EMA and not state:
             self.move(0.0)
             return
         super().load_state(state)
         self._cast()
-        for frozen in self._frozen:  # saved once, by the teacher
+        for frozen in self._frozen:  # saved with the teacher alone: the student takes them from it
             write_weights(frozen)
 
 
