@@ -1,5 +1,5 @@
-"""Declares commands: each is a class whose typed fields are its options, read as those of a recipe are; and the options
-of the commands that evaluate a trained model, use and show its features, and export its weights."""
+"""Declares a command by a class whose typed fields are its options, read like the keys of a recipe; and the options of
+the commands that evaluate a trained model, use and show its features, and export its weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Result:
         error: what ended the command early; raised after the results so far are shown.
     """
 
-    data: Mapping[str, Any]  # the JSON object that --json prints; what Python gets, unless `value` is set
-    page: str  # text for a terminal
-    notes: Sequence[str] = ()  # lines for standard error, which are warnings in Python
-    value: Any = None  # what Python gets instead of `data`
-    error: BaseException | None = None  # what ended the command early; raised after the results so far are shown
+    data: Mapping[str, Any]
+    page: str
+    notes: Sequence[str] = ()
+    value: Any = None
+    error: BaseException | None = None
 
     def show(self, as_json: bool) -> None:
         """Print `data` as one JSON object, or `page`, on rank 0. Raises `error`."""
@@ -71,16 +71,16 @@ class Command:
 
     name: str
     summary: str
-    options: type  # the function gets an instance, besides `recipe`, `ds` and `ds_path` if it takes them
-    group: str  # heading of help
+    options: type
+    group: str
     takes_recipe: bool = False
-    recipe: str | None = None  # default of --config, None for the schema's defaults
+    recipe: str | None = None
     takes_ds: bool = False
-    ds_config: str | None = "ds_configs/zero0_fp32.json"  # the default; None: may be left out, as `ds` and `ds_path`
-    needs_images: bool = False  # images must be named
-    takes_request: bool = False  # the function also gets `request`, the names and values as the user has given them
-    loads_torch: bool = True  # the command needs torch: it stops before it starts if torch does not load
-    ds_shown: str = ""  # words of help for the default of --ds_config, where that depends on the machine
+    ds_config: str | None = "ds_configs/zero0_fp32.json"
+    needs_images: bool = False
+    takes_request: bool = False
+    loads_torch: bool = True
+    ds_shown: str = ""
 
     @property
     def own_options(self) -> tuple[Option, ...]:
@@ -106,12 +106,12 @@ class Command:
 
     @property
     def bare(self) -> tuple[str, ...]:
-        """The options that take words without an option's name, one word each."""
+        """The options that words without an option's name set, in this order; a list takes all words that are left."""
         return tuple(option.name for option in self.own_options if option.fact("bare"))
 
     @property
     def images_option(self) -> str:
-        """The option that a further word means, the images; "" for commands without such an option."""
+        """The option for images, which a word after those of `bare` sets; "" for commands without such an option."""
         own = "root" if "root" not in self.bare and "root" in self.known_options else ""
         return "data.root" if self.needs_images else own
 

@@ -111,8 +111,8 @@ def _with_run_folder(options: TrainOptions, request: Request) -> TrainOptions:
 
 
 def _default_folder(name: str, resumes: bool) -> tuple[str, str]:
-    """The run folder for recipe `name`, which is the newest one's or has the next number, and a line about the choice,
-    or "". Ranks on several machines might see other folders (a network disk's cache): they take no number."""
+    """Return the run folder for recipe `name`, the newest to resume or one with the next number, and a line about the
+    choice or "". On several machines, which may see different folders (a network disk's cache), it has no number."""
     first = os.path.join("runs", name)
     pattern = rf"{re.escape(name)}(?:-([1-9][0-9]{{0,8}}))?"  # NAME-N has the number N, and NAME itself 1
     matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in Path("runs").glob("*")]
@@ -215,7 +215,7 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
 def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[tuple[str, str]]:
     """Yield (name without its two dashes, value) from `--key value`, `--key=value`, switches and bare words."""
     bare, strays, known = list(command.bare), list[str](), command.known_options
-    images = list[str]()  # a word after the command's own
+    images = list[str]()  # at most one: a path after the words of `bare`
     while words:
         word = words.pop(0)
         if not _is_flag(word) and bare:
@@ -257,7 +257,7 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
 
 
 def _other_meaning(command: Command, word: str) -> str:
-    """The option that a word for images may have meant instead, as it names a run, a recipe or weights too; else ""."""
+    """What to write if a word for images means the run, recipe, ds JSON or weights that it also names; else ""."""
     if is_file(os.path.join(os.path.expanduser(word), "config.yaml")):
         as_model = f"{' '.join(command.bare) or '--model'} {word} first"
         return f"--resume --run_dir {word}" if command is TRAIN else as_model

@@ -34,7 +34,7 @@ from dino_ds.options.commands import AdviseOptions
 from dino_ds.options.definition import Result
 
 _SECONDS, _LEAST_SAMPLE = 3.0, 20  # seconds after which no more images are read, once there are _LEAST_SAMPLE
-_MANY_IMAGES = 1_000_000  # from which on training starts from scratch: DINO's and DINOv2's authors had 1.28 million
+_MANY_IMAGES = 1_000_000  # so many images are trained on from scratch: DINO's and DINOv2's authors had 1.28 million
 _LEAST_BATCH = 32
 _CPU_IMAGES, _TAUGHT_IMAGES, _TAUGHT_SIDE, _CONTINUED_IMAGES = 600_000, 50_000, 64, 16_000
 
@@ -69,7 +69,7 @@ def run(options: AdviseOptions) -> Result:
     result["ways"] = [
         {"way": name, "gave": gave, "minutes": minutes, "command": command or result["command"]}
         for name, gave, minutes, command in _ways(facts, options, flags)
-        # `embed` by released weights refuses values whose black and white nobody says.
+        # `embed` by released weights refuses images whose values for black and white are not known.
         if not (images["unknown_range"] and command.startswith("dino-ds embed"))
     ]
     return Result(result, _page(result, options.root or options.source))
@@ -114,7 +114,7 @@ def look_at(source: Source, sample: int) -> dict[str, Any]:
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], images: Mapping[str, Any]) -> dict[str, str]:
     """The options of `train` that differ from the recipe. A tenth of images with classes is held out, unless test
-    images are beside them. Twice the share of unreadable ones is allowed where it is more than a run allows."""
+    images are beside them. If more images are unreadable than a run allows, twice their share is allowed."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
@@ -164,7 +164,7 @@ def _embed(options: AdviseOptions, weights: str = "vit_small_patch14_dinov2.lvd1
 
 
 def _images(options: AdviseOptions, section: str) -> str:
-    """Name the images by options of commands that take a recipe's keys; with section "", of others."""
+    """Options that name the images: --data.source and --data.root for section "data.", --source and --root for ""."""
     source = [] if options.source == "folder" else [f"--{section}source", options.source]
     return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
@@ -192,7 +192,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
 
 
 class Situation(NamedTuple):
-    """The facts that decide.
+    """The facts that decide the advice.
 
     images: number of images.
     side: median of the images' shorter sides, in pixels.
@@ -283,8 +283,8 @@ def advise(facts: Situation) -> list[Row]:
 
 
 def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) -> Iterator[tuple[str, str, float, str]]:
-    """Yield the ways to features that a CPU can take with images in color, as in docs/continue.md: name, what it gave
-    there, minutes of a core (as measured on one machine), and the command or "" for the advised one."""
+    """Yield the ways to get features on a CPU, none if no network can teach: name, result in docs/continue.md, minutes
+    of a core (as measured on one machine), and command, "" for the advised one."""
     if facts.teacher is None:
         return
     of_all = ("eval.", "data.max_bad_fraction", "data.value_range")
@@ -304,14 +304,14 @@ def _ways(facts: Situation, options: AdviseOptions, flags: Mapping[str, str]) ->
 
 
 def _cpu_seconds(facts: Situation, flags: Mapping[str, str]) -> float:
-    """Seconds of a CPU core for an image of recipe small with these crops: as measured with its own, 23 minutes for
-    600,000, of which the network's nine tenths grow with the patches and the loader's tenth with the pixels."""
+    """Estimate the seconds of a CPU core that recipe small takes for an image with the crops of `flags`. With its own,
+    600,000 images took 23 minutes: the network's 90 % grow with the patches, the loader's 10 % with the pixels."""
     known, sizes = load_recipe("small", {}), load_recipe("small", {**flags, "model.patch_size": str(facts.patch)})
 
     def work(recipe: Recipe) -> tuple[int, int]:
         crops, patch = recipe.crops, recipe.model.patch_size or facts.patch
         seen, local = 2 * crops.global_size**2, crops.num_local * crops.local_size**2
-        return (4 * seen + 3 * local) // patch**2, seen + local  # the teacher sees global crops, forward
+        return (4 * seen + 3 * local) // patch**2, seen + local  # student: 3 with backward; teacher: 1, of global crops
 
     patches, pixels = (new / old for new, old in zip(work(sizes), work(known), strict=True))
     return 23 * 60 / 600_000 * (0.9 * patches + 0.1 * pixels)
@@ -399,11 +399,11 @@ def _from_scratch(facts: Situation) -> Iterator[Row]:
     why = "linear in the batch; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
     if facts.recipe == "small":
-        flags["optimizer.lr_scaling"] = "linear"  # the recipe's root is for its own rate
+        flags["optimizer.lr_scaling"] = "linear"  # the recipe scales its own rate by the batch's root
     scaled = f": {rate * batch / 256:.2g} for {batch}" if batch != 256 else ""
     yield Row("learning rate", f"{rate:g} for 256 images{scaled}, warm-up {warmup} epochs", why, flags)
     if facts.recipe == "small":
-        ema = f"{round(0.9 ** math.sqrt(batch / 64), 3):g}"  # measured at 16 and 256
+        ema = f"{round(0.9 ** math.sqrt(batch / 64), 3):g}"  # measured with batches of 16 and 256
         why = "recipe small's 0.9 at 64 images, by the root of the batch: low ones learn faster (docs/small-data.md)"
         yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
     elif facts.recipe != "small_vits16":  # its objective has no prototypes, and its momentum is for few images

@@ -117,7 +117,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
 
 
 def look_at_software() -> Iterator[Finding]:
-    """List the versions, and try the imports of training; the last finding is the first import that fails."""
+    """List the versions, and try the imports of training, up to the first that fails."""
     shown = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
     packages = {name: next((package.version for package in distributions(name=name)), "absent") for name in shown}
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
@@ -241,7 +241,7 @@ def _ask(command: list[str], question: str) -> dict[str, Any] | str:
 def judge_answers(
     hosts: Mapping[str, int], answers: Mapping[str, dict[str, Any] | str], run_dir: Path
 ) -> Iterator[Finding]:
-    """A finding for each problem of a machine, else one that it is ready; `answers`: of `examine`, or why none came."""
+    """Yield a machine's problems, or that it is ready. answers: what `examine` returned there, or why none came."""
     heard = {host: answer for host, answer in answers.items() if isinstance(answer, dict)}
     on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu" and any(answer["gpus"] for answer in heard.values())
     first, expected = next(((host, answer["same"]) for host, answer in heard.items()), ("", {}))
@@ -266,8 +266,8 @@ def judge_answers(
 
 
 def examine(files: list[str], images: list[str], seen: str) -> dict[str, Any]:
-    """Examine this machine: `same`, values that must be equal on all machines, with the content of `files`; the names
-    of `gpus`; `images`, why these values of data.root have none, or ""; whether it `sees` the file `seen`."""
+    """Examine this machine. Returns `same`: what must be equal on all machines, such as the content of `files`; `gpus`:
+    names; `images`: why one of these values of data.root has none, or ""; `sees`: whether the file `seen` is there."""
     from dino_ds.planning.measure import find_gpus
     from dino_ds.run.run_folder import versions
 

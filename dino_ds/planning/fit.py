@@ -46,8 +46,8 @@ class Cluster(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Resources that every rank can count on. card_gib: of a rank's GPU; host_gib: of a node, which `ranks_per_node`
-    share; without a GPU, what they may use of it now. libraries: bytes of a process before it builds anything."""
+    """Resources that every rank can count on. card_gib: a GPU's memory; host_gib: memory of a node for all its ranks,
+    without a GPU only what they may use now. libraries: bytes of a process before it builds anything."""
 
     ranks: int
     ranks_per_node: int
@@ -115,7 +115,7 @@ def find_machine() -> Machine:
     card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
     here, libraries = distributed.local_world_size(), memory_gib()
     total, free = host_memory_gib()
-    # On a CPU the run is in host memory: it may use 90 % of what is free, and the libraries that are loaded.
+    # On a CPU the run is in host memory: it may use 90 % of what is free, and what loaded libraries already take.
     host, card_gib = (total, card.total_memory / 2**30) if card else (0.9 * free + here * libraries, None)
     able = card is None or card.major >= 8, fp16_supported()
     return Machine(distributed.world_size(), here, host, card_gib, *able, libraries=round(libraries * 2**30))
@@ -157,10 +157,10 @@ FRAGMENTATION = 0.05  # what the allocator loses to fragmentation, as a part of 
 def fit(
     recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, micro_batch: int | None = None
 ) -> tuple[DsConfig, Memory]:
-    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch; return the
-    config, and the memory that it needs on each GPU, by part with margins. micro_batch: taken instead, accumulated to
-    the global batch or just above it, and estimated for a search, which is fast: the costs lie on a line through those
-    of two micro-batches, which alone are rehearsed. Raises ConfigError if the batch sizes contradict each other."""
+    """Resolve the ds JSON for the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch. Return the
+    config, and the memory that it needs on each GPU, by part with margins. micro_batch: taken instead of the ds JSON's,
+    and accumulated to the global batch or just above it. Its memory is estimated, fast enough for a search, from a line
+    through the costs of two rehearsed micro-batches. Raises ConfigError if batch sizes contradict each other."""
     batch = recipe.data.global_batch
     if micro_batch is not None:
         accumulation = -(-batch // (micro_batch * world_size))
@@ -194,7 +194,7 @@ def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str)
 
 
 def with_margins(memory: Memory, world_size: int) -> Memory:
-    """Add what is not in tensors: fragmentation, and, assumed, half a GiB for driver and kernels, and for NCCL."""
+    """Add what is not in tensors: fragmentation, and half a GiB each (assumed) for driver with kernels and for NCCL."""
     margins = {"fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values()))}
     margins["CUDA context and NCCL"] = GIB // 2 * (2 if world_size > 1 else 1)
     return Memory(memory.moment, memory.parts | margins)
@@ -246,10 +246,10 @@ def recommend(
     shapes: Sequence[Shape] = SHAPES,
     make_ds: Callable[[Shape, bool], dict[str, Any]] = ds_of,
 ) -> tuple[Shape, dict[str, Any], DsConfig, Memory]:
-    """Recommend a ds JSON, with its shape, config and memory, for the recipe's global batch, a multiple of the GPUs:
-    lowest ZeRO stage that fits, recomputation before offload, largest micro-batch. Raises ConfigError."""
-    changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}  # an offloaded one clips by one norm
-    if recipe.optimizer.kind in COMMUNICATES_IN_STEP:  # and steps on the host, where LARS and Muon can't communicate
+    """Recommend a ds JSON, with its shape, config and memory: the first of `shapes` that fits, with its largest
+    micro-batch; with recomputation if that enlarges one below 8. GPUs must divide the batch. Raises ConfigError."""
+    changes = {"clip_by": "network"} if recipe.optimizer.clip_by == "part" else {}  # offloading clips by one norm
+    if recipe.optimizer.kind in COMMUNICATES_IN_STEP:  # LARS and Muon can't be offloaded: they communicate
         changes["kind"] = "adamw"
     allowed = {s: make_ds(s, cluster.gpu.bf16) for s in shapes if not (s.offload and changes)}
     ranks = cluster.world_size

@@ -53,7 +53,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORL
 
 
 def begin(batch: int | None, threads: int, one_process: str = "") -> int:
-    """Join the process group and return the images per process. `one_process` names a command for one process."""
+    """Join the process group and return images per process. `one_process` names a command for one process."""
     init_distributed()
     torch.set_num_threads(threads)
     if one_process and distributed.world_size() > 1:
@@ -122,7 +122,7 @@ class Timing(NamedTuple):
 
 
 def clock_of(device: torch.device, waits: bool = False) -> str:
-    """The CPU's clock, which other programs' load doesn't lengthen, for one thread that `waits` for no process."""
+    """Return "cpu" for one thread that `waits` for no process: others' load doesn't lengthen its time; else "wall"."""
     return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and not waits else "wall"
 
 
@@ -280,7 +280,7 @@ class GpuPeak:
 
 
 class ChildLimits(NamedTuple):
-    """Limits of the processes of `run_in_child`: gib of memory for each, a GPU's if there is one, and seconds."""
+    """The processes of `run_in_child`, one a rank, and their limits: GiB of memory of each (of its GPU) and seconds."""
 
     ranks: int = 1
     gib: float | None = None
@@ -330,7 +330,7 @@ def run_in_child(
 def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> list[int | None]:
     """Return the exit codes, None for those that had not ended when another failed; raises ChildFailed at a limit."""
     end = float("inf") if limits.seconds is None else time.monotonic() + limits.seconds
-    most = float("inf") if limits.gib is None or torch.cuda.is_available() else limits.gib  # a GPU's is the allocator's
+    most = float("inf") if limits.gib is None or torch.cuda.is_available() else limits.gib  # the allocator limits a GPU
     try:
         while any(process.poll() is None for process in processes):
             time.sleep(0.03)
@@ -351,7 +351,7 @@ def _wait(processes: list[psutil.Popen], limits: ChildLimits) -> list[int | None
 
 
 def _child() -> None:
-    """Make the call in a new process; rank 0 writes the result to the file that the command names."""
+    """Make the call in a new process; rank 0 writes the result, any rank a failure, to the file that argv names."""
     with suppress(OSError):  # the kernel, if memory runs out, ends this process rather than another
         Path("/proc/self/oom_score_adj").write_text("1000")
     call = json.load(sys.stdin)

@@ -26,7 +26,7 @@ _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation
 
 
 class Start(NamedTuple):
-    """A ds JSON, its path, `config`, resolved for the machine's ranks, and why it was chosen, "" if it was named."""
+    """A ds JSON, its path, its config resolved for the machine's ranks, and why it was chosen, "" if it was named."""
 
     ds: Mapping[str, Any]
     path: str
@@ -102,8 +102,8 @@ def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: fit.Mac
 def resumed_start(
     recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, Any], machine: fit.Machine
 ) -> Start:
-    """Return the start of a resumed run with `saved`, its folder's ds JSON: precision and stage stay, and as far as the
-    number of ranks and the global batch allow, the micro-batch. Raises ConfigError."""
+    """Return the start of a resumed run with `saved`, its folder's ds JSON. Precision and stage stay, but stage 1
+    becomes 2 if it must accumulate now; the micro-batch stays as far as ranks and batch allow. Raises ConfigError."""
     ds = copy.deepcopy(saved)
     images, rest = divmod(recipe.data.global_batch, machine.ranks)
     # Somebody may have written "auto" into the file since.
@@ -114,7 +114,7 @@ def resumed_start(
         ds = fit.with_batch(ds, size, images // size)
         zero = ds.get("zero_optimization", {})
         if saved.get("train_batch_size", 0) != before * accumulation * machine.ranks:
-            # What was chosen for another number of ranks: buckets, and whether communication overlaps.
+            # Choose anew what depends on the number of ranks: buckets, and whether communication overlaps.
             zero |= {"reduce_bucket_size": "auto"} if zero.get("stage", 0) > 0 else {}
             zero |= {"overlap_comm": True} if zero.get("stage", 0) > 1 else {}
         if accumulation == 1 and images > size and zero.get("stage") == 1:
@@ -137,7 +137,7 @@ def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: fit.Mach
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> Memory | None:
-    """A rank's memory as training measures it, without the planner's margins; None where there is no estimate."""
+    """Predict a rank's memory as training measures it, without the planner's margins; None if there is no estimate."""
     try:
         return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
     except NotEstimated:
@@ -153,7 +153,7 @@ def check_fits(recipe: Recipe, start: Start, machine: fit.Machine) -> None:
 
 
 def _fitting_options(recipe: Recipe, start: Start, machine: fit.Machine) -> str:
-    """The planner's ds config in place of a named one, else the largest micro-batch that fits; "" if none does."""
+    """Words that advise the planner's ds config instead of a named one, or the largest micro-batch that fits; or ""."""
     if not start.why and machine.card_gib is not None:
         with suppress(ConfigError):
             if not _problem(recipe, planned_start(recipe, {}, machine).config, machine):
@@ -186,7 +186,7 @@ def _problem(recipe: Recipe, config: DsConfig, machine: fit.Machine) -> str:
         gib = fit.with_margins(memory, machine.ranks).gib
         if gib > machine.card_gib:
             return f"needs {gib:.1f} GiB by prediction, and the GPU has {machine.card_gib:.1f}"
-        # The number of loader processes follows from the node's cores.
+        # Loader processes are left out: their number follows from the node's cores.
         left_out = {"loader processes", "loaded batches"}
         left_out |= set() if recipe.save_in_background else {"checkpoint being written"}
         parts = fit.host_bytes(recipe, config, here, machine.ranks).items()

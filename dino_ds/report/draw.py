@@ -1,4 +1,4 @@
-"""Draws images and maps over them as matplotlib Figures, and turns these into pixels and PNG files. No display."""
+"""Draws images and maps over them as matplotlib Figures, and turns them into pixels and PNG files; needs no display."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DPI = 90
 INK, _OPACITIES = "#727c8b", 16
-"""Color of the words in a picture without a background: it is read on a light page and on a dark one."""
+"""Color of words in a picture without a background, legible on light and dark pages; its opacities in a PNG."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
 """Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.24  # inches: a picture's side, between pictures, a line of text
@@ -76,7 +76,7 @@ class Sheet:
 
 
 def _shorten(text: str) -> str:
-    """What fits under a picture."""
+    """Cut a text to the 17 characters that fit under a picture."""
     return text if len(text) <= 17 else text[:16] + "…"
 
 
@@ -89,7 +89,7 @@ def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 
 def draw_attention(pictures: Tensor, attention: Tensor, heading: str = "") -> Figure:
     """Draw pictures (b, H, W, 3) in [0, 1] and the CLS token's attention (b, heads, h, w): a row for each image, a
-    column for each head (figure 3 of the DINO paper)."""
+    column for each of the first 12 heads (figure 3 of the DINO paper)."""
     heads, shown = attention.shape[1], min(attention.shape[1], 12)
     first = "image" if shown == heads else f"{shown} of {heads} heads"
     sheet = Sheet(len(pictures), 1 + shown, [first, *(f"head {head}" for head in range(shown))], heading=heading)
@@ -101,8 +101,7 @@ def draw_attention(pictures: Tensor, attention: Tensor, heading: str = "") -> Fi
 
 
 def draw_pca(pictures: Tensor, tokens: Tensor, heading: str = "") -> Figure:
-    """Draw pictures (b, H, W, 3), and below them as RGB the first three principal components of their patch tokens
-    (b, h, w, d)."""
+    """Draw pictures (b, H, W, 3), below them as RGB three principal components of their patch tokens (b, h, w, d)."""
     sheet = Sheet(2, len(pictures), heading=heading)
     for row, images in enumerate((pictures, patch_colors(tokens))):
         for column, image in enumerate(images.numpy()):
@@ -189,7 +188,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
 
 
 def heat(picture: Tensor, attention: Tensor) -> np.ndarray:
-    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at the map's maximum."""
+    """Turn a picture (H, W, 3) gray, and overlay a map (h, w) in heat colors, lightest at the map's maximum."""
     from matplotlib import colormaps
 
     scaled = attention / max(float(attention.max()), 1e-12)

@@ -1,5 +1,5 @@
-"""Pages that are one file and fetch nothing, and their charts: described as lines of the columns of metrics.jsonl,
-drawn as SVG by matplotlib; jinja2 escapes all text."""
+"""HTML pages that are one file and fetch nothing, filled by jinja2, which escapes all text; and their charts, which
+show keys of metrics.jsonl over the steps and are drawn as SVG by matplotlib."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 class Metrics:
     """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
     titles: of the loss terms by name, {} if unknown. began_with_weights: the initial weights were not random, by the
-    recipe. first_step: at which the run, or the one that a stage goes on with, began. before: curves of the runs before
-    a stage, in its steps. marks: steps of resumes and of a stage's begin, by what they are."""
+    recipe. first_step: step at which this run began, above 0 if its stage counts on from another run's. before: curves
+    of the runs before a stage, in its steps. marks: steps of resumes and of a stage's begin, by description."""
 
     curves: dict[str, Curve]
     lines: int
@@ -90,7 +90,7 @@ class Metrics:
 
     @property
     def images(self) -> Curve:
-        """Number of images that the run itself has trained on, whose global batch may have changed on a resume."""
+        """Number of images that this run alone has trained on; its global batch may have changed on a resume."""
         curve = self["images"]
         batch = np.round(curve.y / np.maximum(curve.x, 1))
         return Curve(curve.x, np.cumsum(np.diff(curve.x, prepend=self.first_step) * batch))
@@ -100,7 +100,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Curves of a metrics.jsonl, the later of two equal steps. Raises OSError, ConfigError for another kind of file."""
+    """Curves of a metrics.jsonl, with a step's last value. Raises OSError, ConfigError for another kind of file."""
     points: dict[str, array[float]] = {}
     lines = broken = 0
     for line in read_lines(path):
@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> Metrics:
     curves = dict[str, Curve]()
     for key, pairs in points.items():
         steps, values = np.frombuffer(pairs)[0::2], np.frombuffer(pairs)[1::2]
-        # Arithmetic is safe without values that no run has: beyond 1e100 and below 1e-100.
+        # Values that no run has would break arithmetic: beyond 1e100 they become infinity, below 1e-100 zero.
         size = np.abs(values)
         sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
         ascending, last = np.unique(steps[::-1], return_index=True)
@@ -215,7 +215,7 @@ def find_others(metrics: Metrics) -> list[str]:
 
 
 def learning_charts(metrics: Metrics) -> list[Chart]:
-    """Charts of k-NN and of the loss: of one term with the entropy of its targets, below which it can't fall."""
+    """Charts of k-NN and loss. If the loss is one term, its targets' entropy is shown, below which it can't fall."""
     knn, marks = summarize_knn(metrics) or {}, metrics.marks
     levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
     at = f" at step {knn['step']:,}" if knn else ""
@@ -232,8 +232,8 @@ def learning_charts(metrics: Metrics) -> list[Chart]:
 
 
 def curves_before(origin: Origin | None) -> dict[str, Curve]:
-    """The curves of loss and k-NN of the runs that a stage began with, each up to its checkpoint, in the stage's steps;
-    without runs that are gone or can't be read."""
+    """The curves of loss and k-NN of the runs (20 at most) before a stage, each up to the checkpoint with which the
+    next began, in the stage's steps; a run that is gone or can't be read leaves out all before it too."""
     curves, later = dict[str, Curve](), 0
     for _ in range(20):
         if origin is None or read_run_id(Path(origin.run)) != origin.run_id:

@@ -89,7 +89,7 @@ def draw_pictures(
     """Yield (kind, Figure) of images spread evenly over a source; `at_batch` is called after each batch.
     Raises ConfigError for a kind that the network does not support, DataError if the images can't be read."""
     if chosen := [kind for kind in _HEADINGS if kind in kinds]:
-        # Twice the native side, but 16 to 30 patches and at least the native side, if the network takes another.
+        # Twice the native side, within 16 to 30 patches and not below it; the native one if no other is possible.
         native = model.image_size // model.stride
         side = model.stride * max(native, min(max(2 * native, 16), 30))
         try:

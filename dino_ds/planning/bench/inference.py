@@ -89,7 +89,7 @@ def _ways(backbone: Backbone, images: Tensor) -> tuple[dict[str, Features], dict
             way = (lambda x, other=other: other.features(x.bfloat16())) if bf16 else other.features
             way(images)
             ways[name] = way
-        except (RuntimeError, ConfigError) as error:  # also of an incomplete compiler
+        except (RuntimeError, ConfigError) as error:  # an incomplete compiler raises these too
             full = isinstance(error, torch.OutOfMemoryError)
             skipped[f"{name}, batch {len(images)}" if full else name] = _reason(error)
     return ways, skipped

@@ -41,7 +41,7 @@ _TRACE = "trace.json"
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
-    """Measure the step of `recipe` and `ds`, or of two settings by `compare` ("key=a,b"). Raises ConfigError."""
+    """Measure the step of `recipe` and `ds`, or with --compare key=a,b the steps of both values. Raises ConfigError."""
     settings = {"step": (recipe, ds)}
     if options.compare is not None:
         key, _, text = options.compare.partition("=")
@@ -87,7 +87,7 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: 
 def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
-    """Time the settings, interleaved; memory: of each setting as far as it was measured in a process of its own."""
+    """Time the settings, interleaved. memory: of the settings that were measured in processes of their own, in MiB."""
     peak, waits = measure.GpuPeak() if torch.cuda.is_available() else None, distributed.world_size() > 1
     parts = {name: measure.PartTimes(device(), waits) for name in resolved}
     steps = {name: measure.build_trial(*pair).run for name, pair in resolved.items()}
@@ -116,7 +116,7 @@ def _measure(
 
 
 def trace_steps(step: Callable[[], object], folder: Path) -> dict[str, str]:
-    """Profile a few steps with torch into trace.json, parts included; return its path and a table of operators."""
+    """Trace a few steps and their parts with torch.profiler into `folder`; return the file and a table of operators."""
     on_gpu, rank = torch.cuda.is_available(), distributed.rank()
     path = folder / (f"trace_rank{rank}.json" if rank else _TRACE)
     with (
@@ -230,7 +230,7 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> measure.T
 
 
 class PlainPrototypes(Prototypes):
-    """All logits as one matrix, in FP32, for `dino_loss` or `ibot_loss`; normalizes the whole weight in each pass."""
+    """Computes all logits as one FP32 matrix, for `dino_loss` or `ibot_loss`; each pass normalizes the whole weight."""
 
     def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
         if comparison is None or not (comparison.exclude_own or comparison.weights is not None):

@@ -1,5 +1,5 @@
-"""Searches by measuring: the largest and the fastest micro-batch, loader processes, and what each lever brings. Each
-trial runs in processes of its own, and is kept in a file once it has ended."""
+"""Finds by measuring the largest and the fastest micro-batch, the number of loader processes, and what each lever (a ds
+config or an option that may speed up a step) gains. Trials run in processes of their own; a file keeps the results."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ class Search:
     """Tunes the step of a recipe and a ds JSON on this machine, part by part.
 
     Args:
-        path, changes: the ds JSON, and the keys that the user changes in it; they are changed in all others too.
+        path: the ds JSON.
+        changes: keys that the user changes in it, and that are changed in the other ds JSONs that are tried too.
 
     Attributes:
         sizes, levers, loaders: what was measured of each micro-batch, lever and number of loader processes.
         limited_by: why no larger micro-batch was tried; skipped: why other settings were not measured.
         pair: the setting as it was given and the one that was found, measured together at the end.
-        best: the second of the pair if it is faster, else the first.
+        best: the second of the pair if it is faster or the first did not run, else the first.
     """
 
     def __init__(self, recipe: Recipe, path: str, changes: Mapping[str, Any], trials: Trials) -> None:
@@ -72,7 +73,7 @@ class Search:
         for share, find in zip((0.3, 0.65, 0.8), finds, strict=False):
             self._trials.until(share)
             best = find(best or given)
-        self._trials.until(math.inf)  # all before is for this comparison
+        self._trials.until(math.inf)  # the comparison runs even if the time is up
         tuned = replace(best or given, name="tuned")
         self.pair = self._trials.compare([given, tuned], rounds=3, real_images=self.has_images)
         shipped, found = self.pair["as given"], self.pair["tuned"]
@@ -110,7 +111,7 @@ class Search:
         return ""
 
     def _find_micro_batch(self, given: Setting) -> Setting:
-        """The smallest of the fastest, from the largest that fits by prediction down to those that are much slower."""
+        """The smallest of the fastest micro-batches, tried from the largest that fits to one that is much slower."""
         sizes, halved = micro_batches(self._recipe.data.global_batch, self._trials.ranks), list[int]()
         for size in sizes:
             if not halved or size <= halved[-1] // 2:
@@ -197,7 +198,7 @@ SLOW = 0.75  # share of the highest rate below which a setting is not measured a
 
 @dataclass(frozen=True)
 class Setting:
-    """The ds JSON at `path` with `changes`; memory: by prediction; learned: how what is learned differs, if it does."""
+    """A recipe, and the ds JSON at `path` with `changes`. memory: predicted; learned: what it learns instead, or ""."""
 
     name: str
     recipe: Recipe
@@ -223,7 +224,7 @@ class Setting:
 @dataclass
 class Measurement:
     """The measured steps of a setting. rounds: images/s of each step, by trial; loader: images/s of a rank's loader
-    alone; stages: milliseconds of an image's loading; parts: seconds of a whole step; failed: why none was measured."""
+    alone; stages: ms of an image's loading, by stage; parts: seconds of a step by part; failed: why none ran."""
 
     setting: Setting
     rounds: list[list[float]] = field(default_factory=list)
@@ -240,7 +241,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """The median's uncertainty, as a share: the trials' range, or the steps' interquartile range / sqrt(number)."""
+        """The median's uncertainty, as a share: the larger of the trials' range and the steps' IQR / sqrt(number)."""
         rates, medians = [*chain(*self.rounds)], [*map(median, self.rounds)]
         low, _, high = quantiles(rates, n=4)
         return max(max(medians) - min(medians), (high - low) / math.sqrt(len(rates))) / self.images_per_second
@@ -255,7 +256,7 @@ class Measurement:
         return self.images_per_second > other.images_per_second * (1 + max(self.spread, other.spread))
 
     def is_worse(self, other: Measurement) -> bool:
-        """Whether `other` is faster and takes less memory."""
+        """Whether nothing was measured, or `other` is faster and takes less memory."""
         return not self.rounds or bool(other.rounds and other.beats(self) and other.peak_gib < self.peak_gib)
 
     def add(self, trial: dict[str, Any], ranks: int) -> None:
@@ -321,7 +322,7 @@ class Trials:
         if key not in self.ended:
             if time.monotonic() > self._end:
                 return {"failed": "no time was left: --minutes gives more, --resume goes on"}
-            seconds = min(10.0, max(0.5, self.seconds / 120))  # beyond its start, for which it may take 120
+            seconds = min(10.0, max(0.5, self.seconds / 120))  # of measuring, after a start of up to 120 s
             limits = measure.ChildLimits(self.ranks, self.limit_gib, 120.0 + 20 * seconds)
             try:
                 options: dict[str, Any] = {"setting": words, "seconds": seconds, **kwargs}
@@ -355,7 +356,7 @@ def _busy_seconds() -> float:
 def measure_step(
     setting: dict[str, Any], seconds: float, real_images: bool = False, profile: str | None = None
 ) -> dict[str, Any]:
-    """Measure steps for `seconds`, in a trial's process, and real images' loader alone. profile: folder for a trace."""
+    """Measure a trial's steps for `seconds`; before, with `real_images`, the loader alone. profile: trace folder."""
     peak = measure.GpuPeak() if torch.cuda.is_available() else None
     recipe, config = measure.resolve(Recipe.model_validate(setting.pop("recipe")), **setting)
     trial, parts = measure.build_trial(recipe, config), measure.PartTimes(device(), waits=True)
@@ -391,6 +392,6 @@ def measure_step(
             result["seconds"].append(time.perf_counter() - began)
         result |= trace_steps(step, Path(profile)) if profile else {}
     spent = {name: total / len(result["seconds"]) for name, total in parts.read().items()}
-    if peak is None and real_images:  # on a CPU, both are done within the wait
+    if peak is None and real_images:  # on a CPU, copy and augmentation are done within the wait
         spent["data"] = max(0.0, spent["data"] - spent.get(COPY, 0.0) - spent.get(AUGMENTATION, 0.0))
     return result | {"parts": spent, "peak_mib": peak.mib() if peak else resident_mib(peak=True)}
