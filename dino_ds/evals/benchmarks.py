@@ -229,7 +229,7 @@ def _read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
     try:
         with Image.open(path, formats=["PNG"]) as image:
             if image.mode not in ("P", "L") or image.size != size:
-                raise ValueError(f"mode {image.mode}, size {image.size}: wanted is P or L, {size} as its photo")
+                raise ValueError(f"mode {image.mode} and size {image.size}: wanted is P or L, {size} as its photo")
             mask = np.array(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{path} is not a PNG of labels: {one_line(error)}") from None
