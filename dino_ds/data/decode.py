@@ -82,7 +82,7 @@ def prepared(values: np.ndarray, value_range: ValueRange | None, name: str) -> I
 def open_image(
     source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int | None = 3
 ) -> EncodedImage | DecodedImage:
-    """Open image `index`: reads only the header if the source has files, else decodes. Raises UnreadableImage.
+    """Open image `index`: reads only the header if the source has `read`, else decodes. Raises UnreadableImage.
     channels: number that is wanted, None = all; the image may have another number."""
     read = getattr(source, "read", None)
     if read is not None:
@@ -108,7 +108,7 @@ class EncodedImage:
         name: its name in errors.
         max_pixels: limit of pixels, None = any number; every three channels count as one image.
         value_range: black and white of values deeper than 8 bits.
-        channels: number that is wanted; None = all channels of the file.
+        channels: number that is wanted; None = those of the file, but 3 of RGBA.
 
     Attributes:
         width, height: size in pixels of the upright image.
@@ -254,7 +254,7 @@ def _check_size(width: int, height: int, name: str, max_pixels: int | None, chan
 
 
 def is_image_file(folder: str | bytes, name: str | bytes) -> bool:
-    """Whether `is_image` holds for a file on a disk; False for one without an ending that can't be read."""
+    """Whether `is_image` holds for a file on a disk; False for an unreadable one without an ending."""
 
     def read_head() -> bytes:
         with opened(os.path.join(os.fsencode(folder), os.fsencode(name)), 1 << 62) as file:
@@ -307,7 +307,7 @@ def archives_in(folder: str) -> tuple[list[str], list[bytes]]:
 
 
 def is_left_out(name: bytes) -> bool:
-    """Whether a file that is no image may be one in a format that is not read: it is left out with a note."""
+    """Whether a file, no image that we read, may be one of another format: it is left out with a note."""
     return not name.lower().endswith(_KNOWN)
 
 

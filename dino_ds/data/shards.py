@@ -119,7 +119,7 @@ class TarShards(ListedImages):
         return int(self._size[index])
 
     def file_time(self, index: int) -> int:
-        """Time in nanoseconds of the shard's last change before it was indexed: changed shards are not read."""
+        """Nanoseconds of the shard's last change, or its remote tag, when indexed: changed shards are not read."""
         return int(self._states[int(self._shard[index])][1])
 
 

@@ -60,7 +60,7 @@ class Block(nn.Module):
         return tuple(scale.gamma if isinstance(scale, LayerScale) else None for scale in (self.ls1, self.ls2))
 
     def add(self, i: int, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
-        """x plus the branch of the attention, 0, or of the MLP, 1, by `add_branch`."""
+        """x plus the branch of the attention (i = 0) or of the MLP (i = 1), by `add_branch`."""
         scale = self.ls2 if i else self.ls1
         # LayerScale adds inside its own forward: only around it does ZeRO 3 gather gamma.
         return scale(x, branch, drop) if isinstance(scale, LayerScale) else add_branch(x, branch, None, drop)
@@ -69,8 +69,8 @@ class Block(nn.Module):
 def run_fused(
     blocks: Sequence[Block], x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[list[Tensor]]
 ) -> Tensor:
-    """All blocks in turn, without gradients: each residual sum is one kernel with the norm after it, the next block's
-    too. selection: rows that the last block returns; tables: RoPE's, of each block."""
+    """All blocks in turn, without gradients: each residual sum is one kernel with the norm after it, also where
+    that is the next block's. selection: rows that the last block returns; tables: RoPE's, of each block."""
     normed = blocks[0].norm1(x)
     for i, block in enumerate(blocks):
         rows = selection if i == len(blocks) - 1 else None

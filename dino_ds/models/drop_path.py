@@ -1,6 +1,6 @@
 """Stochastic depth whose decisions follow from the image, and the residual branch that it and LayerScale scale. Whether
-a crop skips a branch is a hash of (key of the image, view, block, branch): the same on any rank, for any micro-batch,
-after a resume and in the recomputation of a checkpointed block. Source of the method: Huang et al. 2016 (arXiv
+a crop skips a branch is a hash of (key of the image, view, block, branch): the same on any rank,
+after a resume, in recomputation and, unless batched, in any micro-batch. Source: Huang et al. 2016 (arXiv
 1603.09382); the rates grow linearly, as in facebookresearch/dino, or are all the same, as in
 facebookresearch/dinov2."""
 

@@ -1,5 +1,5 @@
 """Positions of patches: embeddings resized to other grids by bicubic interpolation, and axial rotary positions (RoPE).
-The interpolation is linear, and done as matrix products: torch's `interpolate` sums its gradient in varying order on a
+Interpolation is a linear map, applied as matrix products: torch's `interpolate` sums its gradient in varying order on a
 GPU. Half of a head's rotation pairs turn by the row of a patch, half by its column; in FP32, whatever the precision.
 Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change in training as DINOv3, arXiv
 2508.10104."""
@@ -78,7 +78,7 @@ class RopeTables:
 
 
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> Tensor:
-    """The centers of the rows of a grid of patches, then those of its columns, (height + width,), from -1 to 1, FP32.
+    """The centers of a grid's rows, then of its columns, (height + width,), FP32; a normalized side is -1 to 1 long.
     `sides`: whether each axis is normalized by its own side ("separate"), or the larger or smaller ("max", "min")."""
     by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]
     axes = [torch.arange(count, device=device, dtype=torch.float32) for count in (height, width)]

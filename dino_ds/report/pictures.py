@@ -72,7 +72,7 @@ def run(options: PicturesOptions) -> Result:
 
 
 def _shown_kinds(model: Backbone) -> list[str]:
-    """The kinds of pictures that say something about a network: attention to few patches shows but a few blocks."""
+    """The kinds of pictures that say something about a network: attention to few patches shows little."""
     has_attention = model.is_vit and model.stride <= 16 and (model.image_size // model.stride) ** 2 >= 100
     shows = {"pca": model.has_patches, "attention": has_attention}
     return [kind for kind in KINDS if shows.get(kind, True)]
