@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import dino_ds.errors as errors
-from dino_ds import __version__
+from dino_ds import __version__, errors
 from dino_ds.basics.machine import check_ranks, has_accelerator_files, speaks_for_its_machine
 from dino_ds.basics.names import as_written, did_you_mean, suggestion, weights_elsewhere, words_elsewhere
 from dino_ds.basics.own_code import check_allowed
@@ -58,7 +57,7 @@ def restored_process() -> Iterator[None]:
 
 @contextmanager
 def restored_torch() -> Iterator[None]:
-    """As `restored_process`; also restore torch's settings and random generators, and leave any new process group.
+    """Restore the process, torch's settings and random generators after a block, and leave a process group of its own.
     Inside, gradients, autocast and the default dtype are as in the process of a command."""
     import torch
     import torch.distributed as dist
@@ -126,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ:
-            (poll := select.poll()).register(1, select.POLLOUT)  # is it standard output that has broken?
+            poll = select.poll()
+            poll.register(1, select.POLLOUT)  # is it standard output that has broken?
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other programs end in `dino-ds ... | head -1`
                 os.kill(os.getpid(), signal.SIGPIPE)

@@ -70,7 +70,7 @@ def run(options: EmbedOptions) -> Result:
             put_together(path, parts, source, origin)
     unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}"
     unread += f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-    notes = [*getattr(source, "notes", ()), *notes, *[unread] * bool(bad)]
+    notes = [*getattr(source, "notes", ()), *notes, *([unread] if bad else [])]
     facts = {"out": str(path), "shape": [parts.images, *parts.shape], "dtype": parts.dtype, "first": source.name(0)}
     page = f"{path}: {' x '.join(map(str, facts['shape']))} {parts.dtype}; rows as {facts['first']}, ..."
     return Result({**facts, "notes": notes}, page, notes)

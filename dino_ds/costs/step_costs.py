@@ -223,7 +223,7 @@ def _rehearsed(
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:
-    """What a micro-batch's costs or the student's weights may depend on."""
+    """The settings of a recipe on which a micro-batch's costs or the student's weights may depend."""
     specs = {"backbone": repr(recipe.model.spec()), "frozen": repr(frozen_spec(recipe))}
     return recipe.model_dump(mode="json", exclude=_ELSEWHERE) | specs
 

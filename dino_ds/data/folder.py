@@ -117,11 +117,10 @@ def _build(root: Path) -> Contents:
         files = sum(folder.files for folder in folders.values())
         inside = list(map(os.fsdecode, sorted([*folders[b""].folders, *folders[b""].linked])))
         seen = f"{len(inside)} folders{': ' * bool(inside)}{' '.join(inside[:5])}{' ...' * (len(inside) > 5)}"
-        listed = "; a .txt list may name images of other endings" * bool(files)
+        listed = "; a .txt list may name images of other endings" if files else ""
         looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{listed}"
-        raise DataError(
-            "; ".join([f"no images under {root} ({looked}). Give the folder that holds the images", *notes])
-        )
+        problem = f"no images under {root} ({looked}). Give the folder that holds the images"
+        raise DataError("; ".join([problem, *notes]))
     times = np.array([folder.time for folder in folders.values()])
     times[times > begin - _FRESH_NANOSECONDS] = -1
     for path in folders:
@@ -239,7 +238,7 @@ def _parse(path: str, text: bytes | None) -> Contents:
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
     example = printable(os.fsdecode(hidden[0])) if hidden else ""
     note = f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot"
-    return Contents({**names.arrays("names"), **arrays}, {"notes": [note] * bool(hidden), "elsewhere": elsewhere})
+    return Contents({**names.arrays("names"), **arrays}, {"notes": [note] if hidden else [], "elsewhere": elsewhere})
 
 
 def describe_missing(root: Path) -> str:

@@ -214,9 +214,8 @@ def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3
     or RGBA (h, w, 4) if 4 `channels` are wanted. data: the image's file, needed for RGB. Raises ValueError for values
     that can't be read without loss."""
     if image.mode[0] in "IF":
-        if isinstance(
-            image, ImageFile.ImageFile
-        ):  # libtiff returns the machine's byte order, Pillow may assume the file's
+        # libtiff returns the machine's byte order, Pillow may assume the file's.
+        if isinstance(image, ImageFile.ImageFile):
             image.tile = [
                 _with_raw_mode(tile, mode.replace("BS", "S").replace("BF", "F"))
                 if tile.codec_name == "libtiff"

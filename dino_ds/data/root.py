@@ -40,9 +40,9 @@ _HUB_SETS = re.compile(
     r"https?://(www\.)?huggingface\.co/datasets/(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
 _SETS = {  # how the name of each torchvision dataset's folder or archive begins
-    **{"cifar10": "cifar-10-", "cifar100": "cifar-100-", "stl10": "stl10_binary", "imagenette": "imagenette2"},
-    **{"food101": "food-101", "flowers102": "flowers-102", "pets": "oxford-iiit-pet", "eurosat": "eurosat"},
-}
+    "cifar10": "cifar-10-", "cifar100": "cifar-100-", "stl10": "stl10_binary", "imagenette": "imagenette2",
+    "food101": "food-101", "flowers102": "flowers-102", "pets": "oxford-iiit-pet", "eurosat": "eurosat",
+}  # fmt: skip
 _WITHOUT_LABELS = ("statistics", *evaluation.BENCHMARKS)  # evaluations that need no labeled test images
 
 

@@ -110,7 +110,7 @@ def starters() -> tuple[Process, ...]:
 
 
 def _started_launch(launch: psutil.Process) -> list[psutil.Process]:
-    """What started launch.py: `deepspeed`, or the shells and sshd of an ssh session; [] for one with a terminal."""
+    """Processes that started launch.py: `deepspeed`, or an ssh session's shells and sshd; [] if it has a terminal."""
     above = launch.parents()
     if above[0].name() not in _LEAVES_JOBS:
         return above[:1]

@@ -257,7 +257,7 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
 
 
 def _other_meaning(command: Command, word: str) -> str:
-    """What to write if a word for images means the run, recipe, ds JSON or weights that it also names; else ""."""
+    """The option to write where a `word` given as images names a run, recipe, ds JSON or weights; "" if it does not."""
     if is_file(os.path.join(os.path.expanduser(word), "config.yaml")):
         as_model = f"{' '.join(command.bare) or '--model'} {word} first"
         return f"--resume --run_dir {word}" if command is TRAIN else as_model

@@ -79,9 +79,15 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     waits, memory = metrics["data_wait_fraction"].finite, metrics["memory_gib"].finite
     images, seconds = _last(metrics.images), training_seconds(metrics)
     return {
-        **{"run": str(run.path), "state": run.state, "trained": describe_network(run)},
-        **{"step": run.step, "planned_steps": run.planned_steps, "first_step": metrics.first_step},
-        **{"images": _count(metrics.images), "epoch": _count(metrics["epoch"]), "training_seconds": seconds},
+        "run": str(run.path),
+        "state": run.state,
+        "trained": describe_network(run),
+        "step": run.step,
+        "planned_steps": run.planned_steps,
+        "first_step": metrics.first_step,
+        "images": _count(metrics.images),
+        "epoch": _count(metrics["epoch"]),
+        "training_seconds": seconds,
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
         **{key: _last(metrics[key]) for key in html.find_others(metrics) if not key.startswith(html.EVALUATED)},
         "knn": html.summarize_knn(metrics),
@@ -91,7 +97,9 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "memory_gib": float(memory.max()) if len(memory) else None,
         "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
         **{key: _count(metrics[key]) for key in ("skipped_steps", "bad_images")},
-        **{"evaluations": run.evaluations, "incidents": run.events.counts, "notes": run.notes},
+        "evaluations": run.evaluations,
+        "incidents": run.events.counts,
+        "notes": run.notes,
     }
 
 

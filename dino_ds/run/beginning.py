@@ -193,7 +193,7 @@ def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None
         raise CheckpointError(f"{other} {source.model.backbone} there, {ours.model.backbone} here")
     if differ := _differences(*(vars(spec) for spec in backbones)):
         advice = "; model.init_from in the place of --from adapts weights to other channels"
-        raise CheckpointError(f"{other} {differ}{advice * (backbones[0].in_chans != backbones[1].in_chans)}")
+        raise CheckpointError(f"{other} {differ}{advice if backbones[0].in_chans != backbones[1].in_chans else ''}")
     heads = [heads_of(recipe) for recipe in (source, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:

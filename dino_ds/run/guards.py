@@ -32,9 +32,9 @@ from dino_ds.health.processes import RunLock
 _PARTS = {  # `Beat.where` in words
     **dict.fromkeys(("teacher", "targets", "student", "loss", "step"), "the forward pass"),
     **dict.fromkeys(("optimizer", "center", "ema"), "the optimizer"),
-    **{"backward": "the backward pass", "evaluate": "evaluation", "save": "saving"},
-    **{"data": "loading", "start": "building the model", "end": "the end"},
-}
+    "backward": "the backward pass", "evaluate": "evaluation", "save": "saving",
+    "data": "loading", "start": "building the model", "end": "the end",
+}  # fmt: skip
 
 
 class Guards(NamedTuple):

@@ -69,7 +69,8 @@ class Loop:
             except NumericError:  # all ranks raise it
                 self._log.info(*self._saver.saving.finish())
                 raise
-        self._log.info(*[f"ended    {self._reports.drift.ended}"] * bool(self._reports.drift.ended))
+        if self._reports.drift.ended:
+            self._log.info(f"ended    {self._reports.drift.ended}")
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
 

@@ -131,8 +131,8 @@ def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
 
 
 def stated_images(recipe: Recipe) -> Stated:
-    """What the weights of model.init_from, else those of teacher.source, say of the images they were trained on. Raises
-    CheckpointError for weights that can't be read."""
+    """Mean, deviation and value range of the images that the weights of model.init_from were trained on, else those of
+    teacher.source, as the weights state them. Raises CheckpointError for weights that can't be read."""
     model, teacher = recipe.model, recipe.teacher.source
     for key, source in (("model.init_from", model.init_from), ("teacher.source", teacher)):
         if source is None:
